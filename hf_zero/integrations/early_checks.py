@@ -106,14 +106,18 @@ def check_launch(options: Any) -> None:
     """
     if not getattr(options, "use_deepspeed", False):
         return
-    source, world = getattr(options, "deepspeed_config_file", None), getattr(options, "num_processes", None) or 1
+    source, processes = getattr(options, "deepspeed_config_file", None), getattr(options, "num_processes", None)
     elsewhere = (getattr(options, "num_machines", None) or 1) > 1  # the file may exist on the other hosts only
+    claims = _claims_of_flags(options)
     if source in (None, "", "none") or (elsewhere and not os.path.exists(source)):
-        require_shareable(_claims_of_flags(options), world)
-        return
-    tell_launcher()
-    require_shareable([*claims_of_config(read_config(source)), *_claims_of_flags(options)], world)
-    check(source, world, {}, None)
+        source = None
+    if source is not None:
+        tell_launcher()
+        claims = [*claims_of_config(read_config(source)), *claims]
+    if processes:  # else accelerate takes as many as there are devices
+        require_shareable(claims, processes)
+    if source is not None:
+        check(source, processes or 1, {}, None)
 
 
 def check(source: Any, world: int, sources: Mapping[str, Any], parallelism_config: Any, all_known: bool = False) -> None:
