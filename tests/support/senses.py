@@ -37,6 +37,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "regnet": {"hidden_sizes": [64, 64], "depths": [1, 1]},
     "resnet": {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [1, 1]},
     "segformer": _STAGES,
+    "videoprism": {"vision_config": {"image_size": 36}},
+    "videoprism_vision_model": {"image_size": 36},
     "glpn": {**_STAGES, "decoder_hidden_size": 8},
     **dict.fromkeys(["hubert", "wav2vec2", "wavlm", "unispeech", "unispeech-sat", "data2vec-audio", "wav2vec2-conformer"], _SOUND),
 }  # fmt: skip
