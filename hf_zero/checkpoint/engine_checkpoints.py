@@ -32,6 +32,7 @@ from hf_zero.errors import CheckpointError, ConfigError, StateError, Unsupported
 from hf_zero.observe import log_rank0, logger, warn_once
 from hf_zero.system import signals
 from hf_zero.system.object_store import ObjectPath, is_url, place_of, raw
+from hf_zero.system.process import leads_node
 from hf_zero.tensor_parallel.same_data import SameData
 
 T = TypeVar("T")
@@ -359,7 +360,7 @@ def _check_url(settings: CheckpointSettings) -> None:
 
 def _note(save_dir: Path, place: ObjectPath) -> None:
     """Leave a note of the place in the local folder, once per node."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if leads_node():
         note_place(save_dir, place.name, place)
 
 

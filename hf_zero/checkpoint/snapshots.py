@@ -33,7 +33,7 @@ from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.memory.budget import free_memory
 from hf_zero.observe import log_rank0, logger, warn_once
 from hf_zero.system import exit_status, last_words, launcher_folders, own_files
-from hf_zero.system.process import Process
+from hf_zero.system.process import Process, leads_node
 from hf_zero.system.sizes import gib
 
 _COPIES = 2  # the newest complete one and the one that is being written
@@ -136,7 +136,7 @@ class Snapshots:
         agreement.quickly(net, f"preparing {folder} for snapshots", self._prepare)
 
     def _prepare(self) -> None:
-        if not _leads():
+        if not leads_node():
             return
         for left in launcher_folders.sweep(self.folder.parent.parent):
             logger.info("%s, snapshots of a run that has ended, was removed", left)
@@ -197,7 +197,7 @@ class Snapshots:
 
     def _remove_older(self) -> None:
         """Remove what killed saves have left, and all snapshots but the newest one that every rank knows to be complete."""
-        if not _leads():
+        if not leads_node():
             return
         launcher_folders.make(self.folder.parent, self.folder.name)
         staging.clear(self.folder, "none")
@@ -273,7 +273,7 @@ class Snapshots:
         """Remove the snapshots, because the training has ended, unless an exception ends it; local."""
         self._background.close()
         _open[:] = _others_of(self)
-        if _leads() and sys.exc_info()[0] is None:
+        if leads_node() and sys.exc_info()[0] is None:
             launcher_folders.remove(self.folder.parent, self.folder.name)
 
 
@@ -290,11 +290,6 @@ def _close_at_end(snapshots: weakref.ref[Snapshots]) -> None:
     failed = exit_status.ends_with_an_exception() or last_words.ends_with_a_status()
     if found is not None and found in _others() and not failed:
         found.close()
-
-
-def _leads() -> bool:
-    """Return whether this rank looks after the folder of its node."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _free(folder: Path) -> int:

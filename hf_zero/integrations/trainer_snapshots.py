@@ -31,6 +31,7 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.core.engine import Engine
 from hf_zero.observe import log_rank0
 from hf_zero.system import own_files
+from hf_zero.system.process import leads_node
 from hf_zero.system.reading import whole_json
 
 _STATE_BYTES = 64 << 20  # of trainer_state.json, whose history grows with each record
@@ -139,7 +140,7 @@ def _write_files(trainer: Any, net: Collectives, snapshots: Path, tag: str, may_
     folder = snapshots / f"checkpoint-{tag.removeprefix('global_step')}"
 
     def write() -> None:
-        if os.environ.get("LOCAL_RANK", "0") != "0":
+        if not leads_node():
             return
         for left in snapshots.glob("checkpoint-*"):
             own_files.remove_private(left)

@@ -341,7 +341,7 @@ class Node:
             while self._waiting:
                 del self._waiting[: os.write(1, self._waiting[: 1 << 16])]
         except BlockingIOError:
-            pass
+            return  # the connection takes no more now; the rest waits for the next turn
         except OSError:
             self._lose()
 

@@ -362,7 +362,8 @@ class _Run:
                 return False
             if name == "report":
                 reports[connection] = value
-            elif connection not in reports:
+            else:  # it has closed, maybe after its report
+                reports.pop(connection, None)
                 found[connection] = [ssh.explain(connection.host, value, list(connection.errors))]
         self._deadline = float("inf")
         for connection, report in reports.items():

@@ -78,7 +78,7 @@ def agent_on(host: str, words: list[str]) -> list[str]:
 
 
 def explain(host: str, status: int, lines: list[str]) -> str:
-    """Return why a node has ended before its report.
+    """Return why a node has ended before the start of the job.
 
     Args:
         host: Name of the host.

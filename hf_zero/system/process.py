@@ -93,6 +93,11 @@ class Process:
         return state not in ("Z", "X") and (not self.started or self.started == _started(self.pid))
 
 
+def leads_node() -> bool:
+    """Return whether this rank looks after what its node has once: it has the local rank 0, or no launcher."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 

@@ -11,10 +11,12 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from hf_zero import __version__
+from hf_zero.errors import ConfigError
 from hf_zero.launch import agent, nodes, ssh
 from hf_zero.launch.agent import MARK, Output
 from tests.support.processes import MOST_SECONDS, REPO, environment
@@ -48,6 +50,17 @@ def settings(place: Path, **changes: Any) -> dict[str, Any]:
         "chosen": False, "checks": True, "node": 0,
     }  # fmt: skip
     return {**given, **changes}
+
+
+def test_a_host_that_is_lost_after_its_check_is_a_finding() -> None:
+    lost, good = Mock(host="lost", errors=["it went"]), Mock(host="good", errors=[])
+    run = nodes._Run(Mock())
+    run._connections = [lost, good]
+    ready = {"problems": [], "versions": {}}
+    for event in (("report", lost, ready), ("closed", lost, 255), ("report", good, ready)):
+        run._events.put(event)
+    with pytest.raises(ConfigError, match="(?s)1 of 2 hosts cannot start.*- lost: .*it went"):
+        run._check()
 
 
 def test_what_an_agent_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from hf_zero.errors import CheckpointError
 from hf_zero.observe import logger, note
 from hf_zero.system import own_files
 from hf_zero.system.folder import Folder
-from hf_zero.system.process import Process
+from hf_zero.system.process import Process, leads_node
 
 _WINDOW_BYTES = 4 << 20
 
@@ -69,7 +69,7 @@ def begin(net: Collectives, what: str, place: tuple[Path, str], number: str, job
         CheckpointError: A disk refuses, or a rank sees no folder; on every rank.
     """
     save_dir, tag = place
-    offers = os.environ.get("LOCAL_RANK", "0") == "0"
+    offers = leads_node()
     complete = agreement.on_all(net, what, lambda: _prepare(save_dir, tag, job) if offers else None)
     agreement.quickly(net, what, lambda: _repair(save_dir, tag, complete) if offers else None)
     agreement.quickly(net, what, lambda: staging.offer(save_dir, tag, number, net.rank) if offers else None)
