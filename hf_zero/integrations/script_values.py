@@ -57,29 +57,38 @@ _TYPES_OF = {  # key -> scheduler types that have it
 _IN_CODE = "_hf_zero_in_code"  # attribute of a plugin under construction: keys of its arguments
 _FILLED = "_hf_zero_filled"  # attribute of a plugin: keys that were "auto" until accelerate filled them
 
+_ABSENT = "_hf_zero_absent"  # attribute of a plugin: the 1 of gradient_accumulation_steps is neither the JSON's nor the script's
+
 _numbers: WeakKeyDictionary[ShardedOptimizer, float] = WeakKeyDictionary()  # the max_norm of the last clip_grad_norm_
 
 
-def make_plugin(method: Callable[..., Any], plugin: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace ``DeepSpeedPlugin.__post_init__``: check the configuration, and set a missing ``gradient_accumulation_steps`` to "auto".
+def make_plugin(method: Callable[..., None], plugin: Any, *args: Any, **kwargs: Any) -> None:
+    """Replace ``DeepSpeedPlugin.__post_init__``: check the configuration, and note that it has no ``gradient_accumulation_steps``.
+
+    accelerate writes 1 for the missing number, and scripts read it from the plugin; the Accelerator's number replaces it in ``fill_match``.
 
     Raises:
         ConfigError: The configuration has mistakes, or an argument contradicts it.
     """
     from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
+    absent = False
     source = plugin.hf_ds_config if plugin.hf_ds_config is not None else os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     if isinstance(source, (dict, HfDeepSpeedConfig)) or (isinstance(source, str) and source != "none"):
         plugin.hf_ds_config = source if isinstance(source, HfDeepSpeedConfig) else HfDeepSpeedConfig(source)
         if not hasattr(plugin.hf_ds_config, "mismatches"):  # TrainingArguments checks its own configuration
             check_plugin(plugin.hf_ds_config.config)
-        # accelerate would set 1, which would override the number of the Accelerator.
-        plugin.hf_ds_config.config.setdefault(ACCUMULATION, "auto")
+        config = plugin.hf_ds_config.config
+        if absent := ACCUMULATION not in config:
+            config[ACCUMULATION] = "auto"  # a number of the plugin's own argument fills it
     setattr(plugin, _IN_CODE, frozenset(key for name, key in _PLUGIN.items() if getattr(plugin, name) not in (None, "auto")))
     try:
-        return method(plugin, *args, **kwargs)
+        method(plugin, *args, **kwargs)
     finally:
         delattr(plugin, _IN_CODE)
+    if absent and plugin.get_value(ACCUMULATION) == "auto":
+        put(plugin.deepspeed_config, ACCUMULATION, 1)
+        setattr(plugin, _ABSENT, True)
 
 
 def fill_match(
@@ -92,6 +101,8 @@ def fill_match(
     Raises:
         ConfigError: The two values differ; the message names both.
     """
+    if ds_key_long == ACCUMULATION and plugin.__dict__.pop(_ABSENT, False):
+        put(plugin.deepspeed_config, ACCUMULATION, "auto")
     written = plugin.get_value(ds_key_long)
     if ds_key_long not in kwargs and written == "auto":
         return

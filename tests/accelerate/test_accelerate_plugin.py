@@ -104,11 +104,12 @@ def test_users_steps_per_print_survives() -> None:
 
 
 def test_accumulation_left_out_of_the_json_is_the_accelerators() -> None:
-    """The stock plugin would write 1 and overrule `Accelerator(gradient_accumulation_steps=4)`."""
-    plugin = ZeroPlugin(JSON)
-    assert plugin.deepspeed_config["gradient_accumulation_steps"] == "auto"
-    plugin.fill_match("gradient_accumulation_steps", must_match=False, gradient_accumulation_steps=4)
-    assert plugin.get_value("gradient_accumulation_steps") == 4
+    """Without hf_zero the stock plugin's 1 would overrule `Accelerator(gradient_accumulation_steps=4)`."""
+    for plugin, before in ((ZeroPlugin(JSON), "auto"), (accelerate.utils.DeepSpeedPlugin(hf_ds_config=dict(JSON)), 1)):
+        assert plugin.deepspeed_config["gradient_accumulation_steps"] == before
+        for _ in range(2):
+            plugin.fill_match("gradient_accumulation_steps", must_match=False, gradient_accumulation_steps=4)
+            assert plugin.get_value("gradient_accumulation_steps") == 4
 
 
 def test_arguments_fill_gaps_and_autos_of_the_json() -> None:
