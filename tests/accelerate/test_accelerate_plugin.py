@@ -112,6 +112,18 @@ def test_accumulation_left_out_of_the_json_is_the_accelerators() -> None:
             assert plugin.get_value("gradient_accumulation_steps") == 4
 
 
+def test_all_contradictions_of_a_script_are_one_error() -> None:
+    params = {"lr": 5e-5, "weight_decay": 0.01, "betas": [0.9, 0.99]}
+    plugin = accelerate.utils.DeepSpeedPlugin(hf_ds_config=JSON | {"optimizer": {"type": "AdamW", "params": params}, "train_batch_size": 6})
+    given = {"optimizer.params.lr": 1e-5, "optimizer.params.weight_decay": 0.1, "train_batch_size": 4}
+    with pytest.raises(ConfigError) as caught:
+        plugin.deepspeed_config_process(**given)
+    text = str(caught.value)
+    assert "optimizer.params.lr is 5e-05 in the configuration, but DummyOptim(lr) is 1e-05\n" in text
+    assert "optimizer.params.weight_decay is 0.01 in the configuration, but DummyOptim(weight_decay) is 0.1\n" in text
+    assert "train_batch_size=6" in text and text.count("Set one of the two") == 1
+
+
 def test_arguments_fill_gaps_and_autos_of_the_json() -> None:
     plugin = ZeroPlugin({"zero_optimization": {"stage": "auto"}, "bf16": {"enabled": "true"}}, stage=3, mixed_precision="bf16")
     assert plugin.zero_stage == 3 and plugin.deepspeed_config["fp16"]["enabled"] is False
