@@ -235,13 +235,13 @@ class Engine(nn.Module):
                 self._explain(self, error, "step")
                 self.accumulation.refused()
                 raise
+        progress, samples = self.progress, self.accumulation.samples_of_step(self.samples_per_step)
         self.accumulation.stepped()
-        progress = self.progress
-        progress.count_step(self.samples_per_step, result.norm, result.skipped)
+        progress.count_step(samples, result.norm, result.skipped)
         if self.lr_scheduler is not None and not result.skipped:
-            step_schedule(self.lr_scheduler, lr_kwargs, self.samples_per_step)
+            step_schedule(self.lr_scheduler, lr_kwargs, samples)
         offloaded = self.optimizer.offloaded() if self.clock.memory else {}
-        self.clock.end_step(progress.global_steps, self.samples_per_step, offloaded)
+        self.clock.end_step(progress.global_steps, samples, offloaded)
         self.reports.tell(progress, self.optimizer.param_groups, self.scaler.scale)
         if result.signal:
             self.preemption.agree(result.signal)
@@ -251,7 +251,8 @@ class Engine(nn.Module):
     def _skips(self, norm: torch.Tensor) -> bool:
         """Return whether the update of the coming step is skipped because its gradient norm is a spike."""
         spikes, begin = self.spikes, self.progress.global_samples
-        found = spikes is not None and spikes.found(float(norm), self.progress.global_steps + 1, (begin, begin + self.samples_per_step))
+        end = begin + self.accumulation.samples_of_step(self.samples_per_step)
+        found = spikes is not None and spikes.found(float(norm), self.progress.global_steps + 1, (begin, end))
         return found and spikes.skips  # type: ignore[union-attr]
 
     def _begin_written(self) -> None:
