@@ -23,6 +23,7 @@ def check_stages(name: str, stages: int, zero: list[int]) -> None:
         check(case, Run(stage, accumulation=2, clip=0.1), stages)
 
 
+@pytest.mark.fast_rows("GPT2LMHeadModel")
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel"])
 def test_two_stages(name: str) -> None:
     ranks.run_ranks(check_stages, 2, name, 2, [0, 1])
