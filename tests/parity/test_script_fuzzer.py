@@ -27,7 +27,7 @@ def _quickly(scripts: Sequence[Script]) -> list[Verdict]:
 
 
 def test_drawn_scripts_are_exact_or_refused_by_name() -> None:
-    _check([without_known(script) for script in draw(80)])
+    _check([without_known(script) for script in draw(60)])
 
 
 @pytest.mark.slow
