@@ -239,6 +239,7 @@ def test_all_protocols_give_one_update_per_boundary(stage: int) -> None:
     ranks.run_ranks(_check_protocols, 2, Run(stage=stage, accumulation=STEPS, clip=0.1), tuple(PROTOCOLS))
 
 
+@pytest.mark.fast_rows("0-bf16-step_always", "0-fp16-caller_accumulates", "2-bf16-fabric", "2-fp16-coalesced", "3-fp16-no_sync")
 @thinned(None, stage=[0, 2, 3], dtype=["bf16", "fp16"], protocol=list(PROTOCOLS))
 def test_protocols_in_16_bit(stage: int, dtype: str, protocol: str) -> None:
     ranks.run_ranks(_check_protocols, 2, Run(stage=stage, dtype=dtype, accumulation=STEPS), (protocol,))
