@@ -10,7 +10,8 @@ batch as ever.
 The state of step s is the newest that a rewind in another process finds as well: the last snapshot, or a checkpoint that was saved or
 loaded after it. So a run that resumes from a checkpoint goes back to the same states as the run that wrote it, and no checkpoint is of
 steps that a rewind drops. A snapshot that is due waits for the one before it, where others are left out, so that it does not depend on time
-which states there are.
+which states there are. A snapshot is due after each rewind: ranks that their launcher starts again go on after the batches that were left
+out.
 """
 
 from __future__ import annotations
@@ -148,6 +149,8 @@ class Rewinds:
         progress.loads += 1
         progress.skipped_steps = counters["skipped_steps"] + step - counters["global_steps"]
         spikes.rewound(rewinds, updates, step, measured)
+        if snapshots is not None:
+            snapshots.want()  # ranks that are started again do not take the batches before it once more
         log_rank0(
             "step=%d: back to %s; the batches of steps %d to %d are left out, and the next batch follows",
             step,

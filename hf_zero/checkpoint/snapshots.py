@@ -64,7 +64,8 @@ def own_folder(base: str, net: Collectives) -> Path:
     """
     own = Process.own()
     found = [Process.of_json(one) for one in agreement.on_all(net, "naming the folder of snapshots", own.as_json)]
-    first = next(one for one in found if one is not None and one.place == own.place)
+    boot = own.started[:8]  # machines may have one name
+    first = next(one for one in found if one is not None and (one.place, one.started[:8]) == (own.place, boot))
     return _folder(first, base)
 
 
@@ -148,6 +149,7 @@ class Snapshots:
         self._background = Background(net.rank, timeout, promised=False)
         self._looked_at = 0  # step at which ``take`` last decided
         self._asked = False  # whether the script asks for snapshots
+        self._wanted = False  # whether the next one is due whatever the step
         self._first = -1  # number of the first step of this process
         self._written = ""  # tag of the snapshot that was begun last
         self._kept = ""  # tag of the newest snapshot that all ranks know to be complete
@@ -182,10 +184,14 @@ class Snapshots:
     def is_due(self, steps: int) -> bool:
         """Return whether a snapshot is to be taken now, ``steps`` optimizer steps after the start; the same on all ranks, once per step."""
         self._asked = True
-        due = steps > 0 and steps % self._every == 0 and steps != self._looked_at
+        due = steps > 0 and (steps % self._every == 0 or self._wanted) and steps != self._looked_at
         if due:
-            self._looked_at = steps
+            self._looked_at, self._wanted = steps, False
         return due
+
+    def want(self) -> None:
+        """Let a snapshot be due after this step; every rank calls it."""
+        self._wanted = True
 
     def remind(self, steps: int) -> None:
         """Record an optimizer step; warn once if the script takes no snapshots although the configuration requests them."""
