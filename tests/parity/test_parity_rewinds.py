@@ -13,11 +13,11 @@ from hf_zero.checkpoint import rewinds
 from hf_zero.config.resolve import resolve
 from hf_zero.core.step import spikes
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
-from tests.parity.test_parity_spikes import _few_norms, _messages
 from tests.support import ranks
 from tests.support.checkpoints import differences, full_state
 from tests.support.models import CASES, Batch, cast_floats, class_loss
 from tests.support.parity import Run, initialize
+from tests.support.spikes import few_values, messages_of_log
 
 MLP = CASES["mlp"]
 EVERY, SPIKE, STEPS = 3, 7, 11  # snapshots after steps 2 and 5 (from 0 on), so steps 6 and 7 are left out
@@ -77,7 +77,7 @@ def _reference(accumulation: int, world: int) -> list[torch.Tensor]:
 def _case(folder: Path, run: Run, **own: Any) -> None:
     """Go back once; compare with an engine that never had the batches between, bit for bit, and in fp32 with plain PyTorch."""
     plain = Run(**{**vars(run), "extra": {key: value for key, value in run.extra.items() if key != "hf_zero"}})
-    with _few_norms(), _messages() as messages:
+    with few_values(), messages_of_log() as messages:
         _seed()
         engine = initialize(MLP.build(), Run(**{**vars(run), "extra": {**run.extra, **_settings(folder, **own)}}))
         _train(engine, list(range(STEPS)), run.accumulation)
@@ -110,7 +110,7 @@ def _resumed(folder: Path) -> None:
     """A checkpoint is nearer than the snapshot; runs that resume from it, or from a later one, decide alike and take the same batches."""
     run = Run(stage=2, extra={**SCHEDULE, **_settings(folder)})
     saves = {6: folder / "before", 8: folder / "after"}
-    with _few_norms():
+    with few_values():
         _seed()
         engine = initialize(MLP.build(), run)
         _train(engine, list(range(STEPS)), saves=saves)
@@ -130,12 +130,16 @@ def _resumed(folder: Path) -> None:
 def _limit(folder: Path) -> None:
     """From the second return to the same weights on a spike is skipped; without a saved state, too. A scheduler must be known."""
     run = Run(stage=1, extra=_settings(folder, snapshot_steps=6))
-    with _few_norms(), _messages() as messages, mock.patch.object(spikes, "MOST_REWINDS", 1), mock.patch.object(rewinds, "MOST_REWINDS", 1):
+    with (
+        few_values(),
+        messages_of_log() as messages,
+        mock.patch.object(spikes, "MOST_REWINDS", 1),
+        mock.patch.object(rewinds, "MOST_REWINDS", 1),
+    ):
         engine = initialize(MLP.build(), run)
         _train(engine, list(range(STEPS)), large=(SPIKE, SPIKE + 2))
         assert engine.skipped_steps == 3, "steps 6, 7 and 9"
         assert ranks.rank() or any("were all followed by a return to the weights of step 8" in line for line in messages)
-        first = torch.optim.SGD(MLP.build().parameters(), lr=0.1)
         engine.destroy()
         model = MLP.build()
         first = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -164,6 +168,7 @@ def _all(folder: Path) -> None:
     _case(folder, Run(stage=3, dtype="bf16", extra={**SCHEDULE, **offload}))
     _resumed(folder)
     _limit(folder)
+    torch.distributed.barrier()  # rank 0 removes them
     assert not list(folder.glob("hf_zero-*")), "the snapshots are removed with their engines"
 
 

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 import hf_zero
 from hf_zero.config.resolve import resolve
-from hf_zero.core.step import spikes
 from hf_zero.core.step.spikes import MOST_SKIPPED, Spikes
 from hf_zero.errors import ConfigError
 from tests.support import ranks
 from tests.support.models import CASES, Batch, class_loss
 from tests.support.parity import Run, initialize
+from tests.support.spikes import few_values, messages_of_log
 
 MLP = CASES["mlp"]
 SPIKE, STEPS, SAVED = 7, 10, 6
@@ -32,23 +28,6 @@ def _rows(step: int, rank: int) -> Batch:
     if (step, rank) == (SPIKE, 1):
         batch["inputs"] *= 50
     return batch
-
-
-@contextmanager
-def _few_norms() -> Iterator[None]:
-    """Make four norms enough for a comparison."""
-    with mock.patch.object(spikes, "LEAST", 4):
-        yield
-
-
-@contextmanager
-def _messages() -> Iterator[list[str]]:
-    found: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("hf_zero").addHandler(handler)
-    yield found
-    logging.getLogger("hf_zero").removeHandler(handler)
 
 
 def _reference(skips: bool, world: int) -> tuple[list[torch.Tensor], list[float]]:
@@ -79,7 +58,7 @@ def _train(engine: Any, steps: range) -> list[bool]:
 def check(stage: int, action: str, folder: Path) -> None:
     world = torch.distributed.get_world_size()
     run = Run(stage=stage, extra={"hf_zero": {"spike_factor": 3.0, "loss_spike_factor": 3.0, "spike_action": action}})
-    with _few_norms(), _messages() as messages:
+    with few_values(), messages_of_log() as messages:
         engine = initialize(MLP.build(), run)
         made = _train(engine, range(SAVED))
         engine.save_checkpoint(str(folder))
@@ -110,7 +89,7 @@ def test_the_step_of_a_spike_is_left_out_on_all_ranks(stage: int, action: str, t
 
 
 def test_norms_that_have_grown_for_good_count_as_usual() -> None:
-    with _few_norms():
+    with few_values():
         watched = Spikes("skip", 2.0, 1.5)
         assert not any(watched.found(norm, 1, (0, 1)) for norm in (1.0, 3.0, 1.0, 1.0)), "too few norms to compare with"
         found = [watched.found(10.0, 1, (0, 1)) for _ in range(MOST_SKIPPED + 3)]
@@ -122,7 +101,7 @@ def test_norms_that_have_grown_for_good_count_as_usual() -> None:
 
 
 def test_losses_are_compared_while_their_median_is_above_zero() -> None:
-    with _few_norms():
+    with few_values():
         watched = Spikes("log", 0.0, 1.5)
         assert not any(watched.found(9.0, 1, (0, 1), loss) for loss in (-1.0, -2.0, -1.0, -1.0, 5.0))
         watched = Spikes("log", 0.0, 1.5)
