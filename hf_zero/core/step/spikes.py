@@ -23,7 +23,7 @@ WINDOW = 100  # largest number of earlier values that a new one is compared with
 LEAST = 20  # number of earlier values that are needed to detect a spike
 MOST_SKIPPED = 10  # number of consecutive spikes after which large values count as usual
 MOST_REWINDS = 3  # number of times that an engine goes back to the same weights
-ENDINGS = {"log": "The update is made", "skip": "The update is skipped", "rewind": "The update is not made, and the weights go back"}
+ENDINGS = {"log": "The update is made", "skip": "The update is skipped", "rewind": "The update is not made"}
 
 
 @dataclass
