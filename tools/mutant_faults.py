@@ -214,7 +214,7 @@ FAULTS: tuple[Fault, ...] = (
         ("three reductions in flight", "_IN_FLIGHT = 2", "_IN_FLIGHT = 3", (TRACE, ORDER, "tests/comm/test_nccl_order.py")),
         (
             "late gradients are forgotten",
-            'errors = self._send_late(error) if self._reduces else ""',
+            'errors = self._reduce_late(answers(), error) if answers is not None else ""',
             'errors = ""',
             (ORDER, "tests/parity/test_parity_shared_block.py", SKIPPED),
         ),
