@@ -30,6 +30,7 @@ class _Unit:
     reshards: bool = True
     rests: bool = False
     exact: bool = False
+    derived: Any = field(default_factory=lambda: SimpleNamespace(kept=False))
 
     @property
     def layout(self) -> Any:

@@ -13,6 +13,7 @@ from hf_zero.core.schedule.block import Block, UnshardLimits, UnshardPass
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.torch_internals import next_node
 from hf_zero.core.schedule.watched_outputs import Foretold
+from hf_zero.core.units.derived import drop_changed, exchange_changes, keepers
 from hf_zero.errors import StateError
 from hf_zero.observe import span
 
@@ -56,6 +57,7 @@ class UnshardSchedule:
         self._broke = False  # the last forward of the complete module raised, and other ranks may still be in it
         self._repeats = False  # the error was raised after the pass was over
         self._reads = False  # a forward with gradients that resharded blocks is over, [Note: reads behind the forward]
+        self._keepers = keepers(unit for block in self._all for unit in block.units)  # [Note: dropped together]
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -78,6 +80,7 @@ class UnshardSchedule:
         for block in self.order:
             if not block.kept:
                 block.reshard()
+        exchange_changes(self._keepers, self._collectives)
         self._begin(self.order)
         self._choose_kept(training)
         self._votes = not all(block.kept or block.pinned for block in self.order)
@@ -149,7 +152,7 @@ class UnshardSchedule:
             return False
         self._broke = False
         self._pass.finish()
-        return self._votes and self._collectives.any_of([False, True, False], "another round")[_INSIDE]
+        return self._votes and self._ballot(again=False, given_up=True)[_INSIDE]
 
     def begin_update(self) -> None:
         """Reshard all blocks before a step changes the shards, because unsharded values become stale; local."""
@@ -332,13 +335,20 @@ class UnshardSchedule:
         Raises:
             StateError: The forward raised on a rank that did not run it again.
         """
-        anyone, given_up, _ = self._collectives.any_of([again, False, True], "another round")
+        anyone, given_up, *_ = self._ballot(again, given_up=False)
         if given_up:
             raise StateError(
                 "the forward raised an error on another rank, and that rank did not run it again; see the error in that rank's "
                 "log. Let the error end the run, or catch it and run the forward again, with the same batch"
             )
         return anyone
+
+    def _ballot(self, again: bool, given_up: bool) -> list[bool]:
+        """Vote on another pass; also exchange which shards have changed, where this matters. Collective."""
+        changed = [any(unit.derived.changed_here for unit in self._keepers)] if self._keepers else []
+        answers = self._collectives.any_of([again, given_up, not given_up, *changed], "another round")
+        drop_changed(self._keepers, answers[-1])
+        return answers
 
     # -- reads behind the forward -------------------------------------------------------------------------------------
 

@@ -197,6 +197,7 @@ class WrittenValues:
         for unit in units:
             try:
                 adopt_writes(unit, idle)
+                unit.derived.require_current(unit.name)
             except StateError as error:
                 self.refused = self.refused or str(error)
             self._names += [f"{unit.layout.slots[index].name} {checksum}" for index, checksum in sorted(unit.written.take().items())]
