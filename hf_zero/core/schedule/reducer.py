@@ -26,11 +26,15 @@ class HomeStream:
     they arrive, and buffers are reused by other units. So all of this runs on one stream, which waits for the stream of each gradient that
     was computed on another one; the memory of that gradient is not reused earlier (``record_stream`` is expensive, but this case is rare).
 
+    Attributes:
+        is_host: Whether there is none.
+
     Args:
         device: Device where gradients are computed.
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.is_host = device.type == "cpu"
         self._device = device
         self._module: Any = torch.get_device_module(device) if device.type != "cpu" else None
         self._stream: Any = None
@@ -212,16 +216,20 @@ class Reducer:
     def collect(self, entry: UnitGradients, index: int) -> None:
         """Take the gradient of parameter ``index`` of a unit, and send units that have become complete."""
         collected, param = entry.collected, entry.unit.params[index]
-        if param is None or param.grad is None or index in collected.in_place:
+        grad = None if param is None else param.grad
+        if param is None or grad is None or index in collected.in_place:
             return
-        grad, param.grad = param.grad, None
+        param.grad = None
         collected.piecemeal |= self.piecemeal
         # The gradient of a unit that was frozen until now stays on this rank until the step.
         wide = not self._reduces or self.piecemeal or entry.unit.rests
-        with self._home.entered(grad):
-            collected.add(index, grad, entry.exchange.scale * self._factor, wide)
+        if self._home.is_host:
+            complete = collected.add(index, grad, entry.exchange.scale * self._factor, wide)
+        else:
+            with self._home.entered(grad):
+                complete = collected.add(index, grad, entry.exchange.scale * self._factor, wide)
         del grad  # its memory is free before units are sent
-        if self._reduces and collected.complete:
+        if complete and self._reduces:
             self.proceed()
 
     def close(self, passed: Sequence[UnitGradients]) -> None:

@@ -138,7 +138,8 @@ class OwnPart:
         Raises:
             StateError: ``engine.offload_states`` has moved it to the host.
         """
-        self.settle()
+        if self._arriving is not None:
+            self.settle()
         if self.offloaded:
             require_memory(self._shard, "the shard of a unit")
         return self._shard
@@ -154,7 +155,8 @@ class OwnPart:
         Raises:
             StateError: ``engine.offload_states`` has moved it to the host.
         """
-        self.settle()
+        if self._arriving is not None:
+            self.settle()
         if self.offloaded and self._master is not None:
             require_memory(self._master, "the master of a unit")
         return self._master
