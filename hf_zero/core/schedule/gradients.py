@@ -76,8 +76,7 @@ class Collector:
         self._unit = unit
         self._policy = policy
         self._arrived: set[int] = set()  # positions of the parameters that had a gradient in this backward
-        self._count = len(unit.layout.slots)
-        self._written = [False] * self._count  # for each parameter, whether `flat` has a gradient of it
+        self._written = [False] * len(unit.layout.slots)  # for each parameter, whether `flat` has a gradient of it
         self._kept: dict[int, torch.Tensor] = {}  # gradients by position, on their way into `flat`
         self._kept_bytes = 0
         self._most_kept = _KEPT_ON_HOST if unit.collectives.topology.device.type == "cpu" else _KEPT_ON_DEVICE
@@ -87,7 +86,7 @@ class Collector:
     @property
     def complete(self) -> bool:
         """Return whether every parameter of the unit has received a gradient in this backward."""
-        return len(self._arrived) >= self._count
+        return len(self._arrived) >= len(self._written)
 
     @property
     def late(self) -> bool:
@@ -120,10 +119,9 @@ class Collector:
             self._allocate(wide)
         if index in self._kept:  # the parameter's second gradient of this backward
             self._write_kept()
-        self._scale = scale
-        self.used[index] = True
+        self._scale, self.used[index] = scale, True
         self._arrived.add(index)
-        complete = len(self._arrived) >= self._count
+        complete = len(self._arrived) >= len(self._written)
         nbytes = grad.nbytes
         if nbytes >= self._most_kept or index in self.in_place:  # autograd adds later gradients directly to the buffer
             self._write({index: grad})
@@ -158,9 +156,8 @@ class Collector:
         added: list[tuple[torch.Tensor, torch.Tensor]] = []
         start, places, written = flat.storage_offset(), self.places, self._written
         for index, grad in grads.items():
-            shape, stride, offset = places[index]
-            target = flat.as_strided(shape, stride, start + offset)  # this costs half as much as slicing and a view
-            (added if written[index] else copied).append((target, grad))
+            shape, stride, offset = places[index]  # ``as_strided`` costs half as much as slicing and a view
+            (added if written[index] else copied).append((flat.as_strided(shape, stride, start + offset), grad))
             written[index] = True
         if added:
             targets, sources = zip(*added, strict=True)

@@ -13,7 +13,7 @@ from hf_zero.core.schedule.block import Block, UnshardLimits, UnshardPass
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.torch_internals import next_node
 from hf_zero.core.schedule.watched_outputs import Foretold
-from hf_zero.core.units.derived import drop_changed, exchange_changes, keepers
+from hf_zero.core.units.derived import HasDerived, drop_changed, exchange_changes
 from hf_zero.errors import StateError
 from hf_zero.observe import span
 
@@ -57,7 +57,6 @@ class UnshardSchedule:
         self._broke = False  # the last forward of the complete module raised, and other ranks may still be in it
         self._repeats = False  # the error was raised after the pass was over
         self._reads = False  # a forward with gradients that resharded blocks is over, [Note: reads behind the forward]
-        self._keepers = keepers(unit for block in self._all for unit in block.units)  # [Note: dropped together]
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -80,7 +79,7 @@ class UnshardSchedule:
         for block in self.order:
             if not block.kept:
                 block.reshard()
-        exchange_changes(self._keepers, self._collectives)
+        exchange_changes(_keepers(self._all), self._collectives)
         self._begin(self.order)
         self._choose_kept(training)
         self._votes = not all(block.kept or block.pinned for block in self.order)
@@ -345,9 +344,10 @@ class UnshardSchedule:
 
     def _ballot(self, again: bool, given_up: bool) -> list[bool]:
         """Vote on another pass; also exchange which shards have changed, where this matters. Collective."""
-        changed = [any(unit.derived.changed_here for unit in self._keepers)] if self._keepers else []
+        kept = _keepers(self._all)
+        changed = [any(unit.derived.changed_here for unit in kept)] if kept else []
         answers = self._collectives.any_of([again, given_up, not given_up, *changed], "another round")
-        drop_changed(self._keepers, answers[-1])
+        drop_changed(kept, answers[-1])
         return answers
 
     # -- reads behind the forward -------------------------------------------------------------------------------------
@@ -392,6 +392,10 @@ class UnshardSchedule:
         block = self._all[number - 1]
         block.read_by(self.root, self.root)
         block.unshard()
+
+
+def _keepers(blocks: Sequence[Block]) -> list[HasDerived]:
+    return [unit for block in blocks for unit in block.keepers]
 
 
 class ForwardPhase:
