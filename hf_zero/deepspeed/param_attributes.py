@@ -16,7 +16,7 @@ from hf_zero.core.units.layout import UnitState
 from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.packed import OUTER, with_outer
 from hf_zero.core.units.unit import Unit, find_unit, is_sharded
-from hf_zero.core.units.values import shard_changed, write_back
+from hf_zero.core.units.values import own_part_changed, write_back
 from hf_zero.errors import StateError
 
 
@@ -128,7 +128,7 @@ class OwnPartOfParameter(torch.Tensor):
             )
         self.detach().copy_(value)
         if unit is not None:
-            shard_changed(unit)
+            own_part_changed(unit)
             unit.own.refresh_master()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:

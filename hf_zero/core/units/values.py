@@ -52,6 +52,13 @@ def _fill_copy(unit: Unit) -> Pending:
     return pending
 
 
+def own_part_changed(unit: Unit) -> None:
+    """Drop copies of the shard after a write to it that other ranks may not have made, see [Note: dropped together]; local."""
+    unit.shard_storage.changed(unit)
+    unit.derived.changed_here = True
+    unit.alone.outdate()
+
+
 def agree_on_scales(units: Iterable[Unit]) -> None:
     """Compare the scales of sharded units that are gathered as float8, [Note: scales of a step]; collective if there are any.
 
@@ -130,12 +137,7 @@ def _adopt_own(unit: Unit) -> None:
     on_host = values.device.type == "cpu" and shard.device.type == "cpu" and has_values(shard)
     if not (on_host and same_bits(values, shard)):
         shard.copy_(values)
-        if on_host:  # the parts of other ranks may be unchanged
-            unit.derived.changed_here = True
-            unit.shard_storage.changed(unit)
-            unit.alone.outdate()
-        else:
-            shard_changed(unit)
+        own_part_changed(unit) if on_host else shard_changed(unit)
         unit.own.refresh_master()
 
 
