@@ -109,7 +109,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     for name, config in FILES.items():
         (folder / f"{name}.json").write_text("/* comment */" * (name == "commented") + json.dumps(config))
     imports = "import deepspeed, transformers.training_args, accelerate.commands.launch, hf_zero.integrations.early_checks, hf_zero.zero"
-    return run_forked(CODES, folder, imports, timeout=240)
+    return run_forked(CODES, folder, imports, timeout=240, whole_end=False)
 
 
 def test_all_findings_at_once_with_those_of_transformers(ended: dict[str, Ended]) -> None:

@@ -48,6 +48,7 @@ def _cases() -> list[Any]:
     return cases
 
 
+@pytest.mark.fast_rows("checkpoint_latest")
 @pytest.mark.parametrize(("phase", "background"), _cases())
 def test_all_ranks_killed_at_a_phase_of_a_save(tmp_path: Path, reference: Any, phase: str, background: bool) -> None:
     _kill(Plan(str(tmp_path), 3, background=background, phase=phase, at_step=2, victims=(0, 1)))

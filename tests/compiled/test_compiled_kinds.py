@@ -85,6 +85,7 @@ def test_published_architectures() -> None:
     assert table(rows).splitlines()[1:] == (START + page.split(START)[1].split(STOP)[0] + STOP).splitlines()[1:]
 
 
+@pytest.mark.slow  # `test_compiled_blocks.py` compiles a Llama in every way
 def test_an_architecture_is_what_was_published() -> None:
     known = {row.name: row for row in saved()}
     found = ranks.run_ranks(measure, 1, "LlamaForCausalLM", timeout=300)[0]

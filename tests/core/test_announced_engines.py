@@ -81,7 +81,7 @@ def test_the_variable_alone_leaves_the_line_out(tmp_path: Path) -> None:
     )
     levels = {"": True, "INFO": True, "DEBUG": True, "WARNING": False}
     imports = "import torch; assert 'hf_zero.observe' not in sys.modules"
-    ended = run_forked({level or "none": code.format(level=level) for level in levels}, tmp_path, imports)
+    ended = run_forked({level or "none": code.format(level=level) for level in levels}, tmp_path, imports, whole_end=False)
     for level, expected in levels.items():
         done = ended[level or "none"]
         assert done.status == 0 and ("[hf_zero] on" in done.err) == expected, (level, done)

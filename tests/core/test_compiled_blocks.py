@@ -111,6 +111,7 @@ def test_recomputed_blocks(checkpointing: str, tmp_path: Path) -> None:
     assert counts[-1] == counts[2]
 
 
+@pytest.mark.slow  # compiled blocks are what `engine.compile` makes
 def test_complete_module(tmp_path: Path) -> None:
     """Check the graph breaks: hooks of blocks stay between graphs, hooks of their parts are compiled, so each block has two breaks."""
     plain, compiled, counts = ranks.run_ranks(_both, 2, 3, "complete module", "", str(tmp_path), timeout=300)[0]

@@ -49,7 +49,7 @@ FAILURES = {
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     codes = {name: RANK + code for name, code in FAILURES.items()}
-    return run_forked(codes, tmp_path_factory.mktemp("ends"), "import torch, hf_zero.system.last_words")
+    return run_forked(codes, tmp_path_factory.mktemp("ends"), "import torch, hf_zero.system.last_words", whole_end=False)
 
 
 def told(found: Ended) -> tuple[str, int]:

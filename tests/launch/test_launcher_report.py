@@ -56,7 +56,9 @@ ENDS = {
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     codes = {name: LAUNCHER + code for name, code in ENDS.items()}
-    return run_forked(codes, tmp_path_factory.mktemp("ends"), "import torch.distributed.run, hf_zero.system.launcher_report")
+    return run_forked(
+        codes, tmp_path_factory.mktemp("ends"), "import torch.distributed.run, hf_zero.system.launcher_report", whole_end=False
+    )
 
 
 def test_the_cause_is_the_last_thing_that_is_printed(ended: dict[str, Ended]) -> None:

@@ -257,8 +257,8 @@ def _with_one_trainer(stage: int, actor_trains: bool, sequence: str) -> None:
         engine.destroy()
 
 
-def _shared_by_two_engines() -> None:
-    for stage in (0, 1, 2, 3):
+def _shared_by_two_engines(stages: tuple[int, ...]) -> None:
+    for stage in stages:
         for actor_trains in (True, False):
             for sequence in _SEQUENCES:
                 _with_one_trainer(stage, actor_trains, sequence)
@@ -279,5 +279,6 @@ def _shared_by_two_engines() -> None:
         second.destroy()
 
 
-def test_two_engines_that_share_an_encoder() -> None:
-    ranks.run_ranks(_shared_by_two_engines, 2)
+@pytest.mark.parametrize("stages", [(0, 3), pytest.param((1, 2), marks=pytest.mark.slow)])
+def test_two_engines_that_share_an_encoder(stages: tuple[int, ...]) -> None:
+    ranks.run_ranks(_shared_by_two_engines, 2, stages)

@@ -215,6 +215,7 @@ def test_from_config_at_stage_3_draws_what_a_plain_build_draws(dtype: str) -> No
     ranks.run_ranks(_from_config, 2, dtype)
 
 
+@pytest.mark.fast_rows("fp32")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_missing_weights_are_drawn_as_in_a_plain_load(dtype: str, tmp_path: Path) -> None:
     ranks.run_ranks(_from_pretrained, 2, dtype, str(tmp_path), env={"HF_ZERO_ALLOW_MISSING_WEIGHTS": "1"})

@@ -107,9 +107,9 @@ def test_data_of_a_batch() -> None:
     ranks.run_ranks(check_data, 4, ordered=False)  # errors end batches in the middle
 
 
-def check_several(zero: int) -> None:
+def check_several(zero: int, names: tuple[str, ...]) -> None:
     case = zoo_case("LlamaForCausalLM", FOUR)
-    for name in ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
+    for name in names:
         check_schedule(case, Run(zero, accumulation=4, clip=0.1), 2, name, each=2)
     with pytest.raises(ConfigError, match="DualPipeV of 2 part.* gradient_accumulation_steps"):
         check_schedule(case, Run(zero, accumulation=2), 2, "DualPipeV", each=2)
@@ -120,5 +120,9 @@ def test_one_stage_a_rank() -> None:
     ranks.run_ranks(check_single, 2, 1)
 
 
-def test_two_stages_a_rank() -> None:
-    ranks.run_ranks(check_several, 2, 1)
+@pytest.mark.parametrize(
+    "names",
+    [("Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"), pytest.param(("LoopedBFS", "InterleavedZeroBubble"), marks=pytest.mark.slow)],
+)
+def test_two_stages_a_rank(names: tuple[str, ...]) -> None:
+    ranks.run_ranks(check_several, 2, 1, names)

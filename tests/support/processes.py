@@ -43,7 +43,27 @@ else:
 for number in (1, 2):
     os.dup2(os.open(f"{{folder}}/{{number}}", os.O_WRONLY | os.O_CREAT), number)
 sys.argv = ["-c", folder]
-exec(compile(code, "<script>", "exec"))
+{run}
+"""
+RUN = 'exec(compile(code, "<script>", "exec"))'
+# Destroying the modules takes longer than most codes.
+RUN_AND_END = f"""
+import atexit, threading
+status = 0
+try:
+    {RUN}
+except SystemExit as end:
+    status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    if status and not isinstance(end.code, int):
+        print(end.code, file=sys.stderr)
+except BaseException as error:
+    sys.excepthook(type(error), error, error.__traceback__)
+    status = 1
+threading._shutdown()
+atexit._run_exitfuncs()
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(status & 255)
 """
 
 
@@ -120,10 +140,21 @@ def run_python(
     return run([sys.executable, *options, "-c", textwrap.dedent(code)], cwd=cwd, env=env, timeout=timeout)
 
 
-def run_forked(codes: Mapping[str, str], folder: Path, imports: str = "import torch._dynamo", timeout: float = 120.0) -> dict[str, Ended]:
-    """Run pieces of code at the same time, like ``run_python``, with shared imports; each finds its folder in sys.argv[1]."""
+def run_forked(
+    codes: Mapping[str, str], folder: Path, imports: str = "import torch._dynamo", timeout: float = 120.0, whole_end: bool = True
+) -> dict[str, Ended]:
+    """Run pieces of code at the same time, like ``run_python``, with shared imports; each finds its folder in sys.argv[1].
+
+    ``whole_end`` False leaves out the end of an interpreter behind its exit handlers: modules and open files are not destroyed.
+    """
     (folder / "codes.json").write_text(json.dumps({name: textwrap.dedent(code) for name, code in codes.items()}))
-    statuses = json.loads(run([sys.executable, "-c", FORKING.format(imports=imports), str(folder)], cwd=REPO, timeout=timeout))
+    statuses = json.loads(
+        run(
+            [sys.executable, "-c", FORKING.format(imports=imports, run=RUN if whole_end else RUN_AND_END), str(folder)],
+            cwd=REPO,
+            timeout=timeout,
+        )
+    )
     printed = {name: [(folder / name / number).read_text() for number in "12"] for name in codes}
     return {name: Ended(statuses[name], *printed[name], folder / name) for name in codes}
 
