@@ -1,8 +1,8 @@
 """Save and load checkpoints; every rank writes its part, and any number of ranks at any ZeRO stage can load them.
 
-An engine calls ``engine_checkpoints``, which calls ``save`` and ``load``, and ``snapshots`` for snapshots in host memory ([Note: a
-snapshot]). ``contents`` plans the part of one rank: entries of named files, and records of the places of parameters in them. The
-subpackages, in the order in which they import each other:
+An engine calls ``engine_checkpoints``, which calls ``save`` and ``load``, ``snapshots`` for snapshots in host memory ([Note: a snapshot]),
+and ``rewinds`` to go back to one after a spike ([Note: a rewind]). ``contents`` plans the part of one rank: entries of named files, and
+records of the places of parameters in them. The subpackages, in the order in which they import each other:
 
 - ``format/``: the index ``index.json``: file names (``names``), records (``records``), values without pickle (``values``), arithmetic of
   tensor-parallel shards (``tp_shards``), checksums; checks that the parts of an index fit each other (``consistency``) and that its
@@ -15,7 +15,8 @@ subpackages, in the order in which they import each other:
     (a folder or an object store), ``node_local``, ``background`` (a thread writes a copy of the state, [Note: a save in the background]),
     ``file_exchange`` and ``snapshot_nodes`` (files of one node on another), ``trainer_folders``
 - ``state/``: the saved state: ``training_state``, ``averages`` of weights, ``optimizer_state`` (states divided like the shards),
-  ``param_states`` (states of whole parameters), ``rank_states`` (1-bit Adam and LoCo), ``takeover`` (from another optimizer class)
+  ``param_states`` (states of whole parameters), ``rank_states`` (1-bit Adam and LoCo), ``takeover`` (from another optimizer class),
+  ``beside`` (random generators and schedulers of a script)
 - ``model/``: unsharded weights alone: a state dict (``export``), safetensors files (``model_files``), or a stream of buckets
   (``stream``), to which ``integrations/weight_stream.py`` adds merged adapters
 - ``convert/``: conversions from and to other formats through one intermediate form (``source``), whose elements are fetched a window at

@@ -182,7 +182,7 @@ class EngineCheckpoints:
         state, beside = self._agreed("snapshot()", ask)
         snapshots.take(state, client_state(), beside, self._settings.pickle_client_state)
         if self.rewinds is not None:
-            self.rewinds.saved(None)
+            self.rewinds.took_snapshot(engine.progress.global_steps)
         logger.debug("snapshot of step %d copied (%.3f s)", engine.progress.global_steps, time.monotonic() - start)
         return True
 

@@ -69,7 +69,7 @@ class Rewinds:
     def __init__(self) -> None:
         self.objects: list[Any] = []
         self._checkpoint: Saved | None = None  # the last one that was saved or loaded as a whole
-        self._has_snapshot = False  # whether a snapshot is of this run of steps
+        self._since: int | None = None  # steps of the first snapshot since the last load; None before it
 
     def objects_of(self, engine: Engine) -> list[Any]:
         """Return all objects that go back with ``engine``: those of the script and those that its library steps, each once.
@@ -91,9 +91,13 @@ class Rewinds:
         """Return the states that a checkpoint or snapshot of ``engine`` holds beside it, see ``state/beside.py``; local."""
         return states_beside(self.objects_of(engine), engine.collectives.topology.device, world)
 
-    def saved(self, checkpoint: Saved | None) -> None:
-        """Record the checkpoint that was just saved; None for a snapshot."""
-        self._checkpoint, self._has_snapshot = checkpoint or self._checkpoint, checkpoint is None or self._has_snapshot
+    def saved(self, checkpoint: Saved) -> None:
+        """Record the checkpoint that was just saved."""
+        self._checkpoint = checkpoint
+
+    def took_snapshot(self, steps: int) -> None:
+        """Record that a snapshot was begun after ``steps`` optimizer steps."""
+        self._since = steps if self._since is None else self._since
 
     def loaded(self, checkpoint: Saved | None, from_snapshot: bool = False) -> None:
         """Record a load: all states that were saved before belong to other steps, or lack what was loaded.
@@ -102,7 +106,7 @@ class Rewinds:
             checkpoint: The checkpoint; None if it does not hold the whole state that the engine has now.
             from_snapshot: A snapshot was loaded.
         """
-        self._checkpoint, self._has_snapshot = checkpoint, from_snapshot
+        self._checkpoint, self._since = checkpoint, 0 if from_snapshot else None
 
     # -- going back -----------------------------------------------------------------------------------------------------
 
@@ -164,9 +168,9 @@ class Rewinds:
         present: list[Saved] = []
         if snapshots is not None:
             snapshots.finish(net)
-            if snapshots.kept and self._has_snapshot:
+            steps = int(snapshots.kept.removeprefix("global_step") or -1)
+            if self._since is not None and steps >= self._since:
                 folder = str(snapshots.folder / snapshots.kept)
-                steps = int(snapshots.kept.removeprefix("global_step"))
                 present.append(Saved(steps, folder, node_local=snapshots.on_nodes, is_snapshot=True))
         if self._checkpoint is not None:
             present.append(self._checkpoint)

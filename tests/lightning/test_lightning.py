@@ -82,6 +82,8 @@ def test_arguments() -> None:
         for cls in (ZeroStrategy, FabricZeroStrategy):
             with pytest.raises(ConfigError, match=text):
                 cls(**wrong)
+    with pytest.raises(ConfigError, match="Lightning's Trainer takes no snapshots"):
+        ZeroStrategy(config={"hf_zero": {"spike_action": "rewind"}}).setup_environment()
 
 
 # ------------------------------------------------------------------------------------------------ jobs of the ranks
