@@ -20,7 +20,7 @@ from hf_zero.errors import CollectiveError
 
 TAGS = 1 << 16  # back ends use smaller tags for their own messages
 _VOTE = TAGS + 1  # tag of votes
-FEW = 8  # largest number of ranks that send small messages directly to each other
+_FEW = 8  # largest number of ranks that send their votes directly to each other
 _numbers: dict[Any, int] = {}  # by the name of a process group
 _networks: dict[int, list[ref[Collectives]]] = {}  # by the number of their process group
 
@@ -301,7 +301,7 @@ class Collectives(ABC):
 
             return heard, self.launch(label, exchange)
 
-        rounds = [[*range(1, self.world)]] if self.world <= FEW else [[1 << k] for k in range((self.world - 1).bit_length())]
+        rounds = [[*range(1, self.world)]] if self.world <= _FEW else [[1 << k] for k in range((self.world - 1).bit_length())]
         first, works = start(rounds[0])
 
         def finish() -> torch.Tensor:

@@ -250,7 +250,7 @@ def test_bytes_of_a_step(accumulation: int, dtype: str) -> None:
     """
     for number, (labels, sent, total, root) in enumerate(ranks.run_ranks(_sent, 4, accumulation, dtype)):
         element = 4 if dtype == "fp32" else 2
-        half, norm, late, passes = total * element // 2, 3 * 8, 4 * (1 + 3), 4 * (3 + 1)
+        half, norm, late, passes = total * element // 2, 2 * 3 * 8 // 4, 4 * (1 + 3), 4 * (3 + 1)
         changed = 4 * (1 + 1)  # a vote on changed shards as a forward begins, and a part of the vote on another pass
         assert sent["node"] == accumulation * (2 * half - root * element // 2)
         assert sent["inside"] == accumulation * half

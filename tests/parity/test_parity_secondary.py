@@ -161,8 +161,12 @@ def test_bytes_of_a_step(accumulation: int) -> None:
         # To each of three ranks: votes of the step, of late gradients, of another pass, behind the forward, and of changed shards, in which
         # the vote on another pass has a part.
         votes = 3 * (STEP_VOTE_BYTES + accumulation * (4 * (3 + 1) + 4 * (1 + 3) + 4 * (1 + 1)))
-        assert everywhere == whole * 4 * 3 // 4 + 3 * 8 + votes
+        assert everywhere == whole * 4 * 3 // 4 + _all_reduced(8, 4) + votes
         assert inside == (2 * accumulation - 1) * whole * 4 // 2 - accumulation * root * 4 // 2
+
+
+def _all_reduced(nbytes: int, world: int) -> int:
+    return 2 * (world - 1) * nbytes // world
 
 
 @pytest.mark.parametrize(
