@@ -236,12 +236,13 @@ class Engine(nn.Module):
                 self.accumulation.refused()
                 raise
         self.accumulation.stepped()
-        progress = self.progress
-        progress.count_step(self.samples_per_step, result.norm, result.skipped)
-        if self.lr_scheduler is not None and not result.skipped:
-            step_schedule(self.lr_scheduler, lr_kwargs, self.samples_per_step)
+        progress, samples = self.progress, self.samples_per_step * result.groups
+        if result.groups:
+            progress.count_step(samples, result.norm, result.skipped)
+            if self.lr_scheduler is not None and not result.skipped:
+                step_schedule(self.lr_scheduler, lr_kwargs, samples)
         offloaded = self.optimizer.offloaded() if self.clock.memory else {}
-        self.clock.end_step(progress.global_steps, self.samples_per_step, offloaded)
+        self.clock.end_step(progress.global_steps, samples, offloaded)
         self.reports.tell(progress, self.optimizer.param_groups, self.scaler.scale)
         if result.signal:
             self.preemption.agree(result.signal)
