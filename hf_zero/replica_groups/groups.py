@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from hf_zero.checkpoint.engine_checkpoints import EngineCheckpoints
 from hf_zero.checkpoint.state.training_state import values_of
@@ -76,6 +78,7 @@ class ReplicaGroups:
         self._read: list[int] = []  # numbers that the sampler was given, from position ``_first`` on
         self._first = 0  # batches that the steps of this process have taken
         self._settled = self.shares.state_dict()  # shares after the last step
+        self._late: Any = None  # states of the script's schedulers, which the script steps once more before the coming step
         _joined.append(self)
         serve_numbers(self)
 
@@ -92,6 +95,9 @@ class ReplicaGroups:
         Raises:
             StateError: See ``Quorum.form`` and ``_follow``.
         """
+        if self._late is not None:
+            self._restore_schedulers(self._late)
+            self._late = None
         if not self._begun:
             self._meet(inside_step=False)
 
@@ -173,7 +179,12 @@ class ReplicaGroups:
 
     def _own_facts(self) -> dict[str, Any]:
         norm = self.engine.progress.last_norm
-        return {"shares": self._settled, "digest": self._digest, "norm": None if norm is None else float(norm)}
+        return {
+            "shares": self._settled,
+            "digest": self._digest,
+            "norm": None if norm is None else float(norm),
+            "schedulers": [scheduler.state_dict() for scheduler in _schedulers_of(self.engine)],
+        }
 
     def _follow(self, sent: Mapping[str, Any], inside_step: bool) -> None:
         """Continue from the state of another group, which the engine has loaded.
@@ -200,11 +211,28 @@ class ReplicaGroups:
         engine.progress.restore(counters)
         engine.accumulation.micro_steps = counters.get("micro_steps", 0)
         engine.progress.last_norm = None if sent["norm"] is None else torch.tensor(sent["norm"], device=engine.collectives.topology.device)
+        if inside_step:
+            self._late = sent["schedulers"]
+        else:
+            self._restore_schedulers(sent["schedulers"])
         engine.optimizer.norm = engine.progress.last_norm
         engine.progress.last_step_applied = inside_step
         engine.progress.loads += 1
         self._loads, self._digest, self._fresh = engine.progress.loads, sent["digest"], False
         log_rank0("replica group %d goes on after step %d, with the state of another group", self.group, engine.progress.global_steps)
+
+    def _restore_schedulers(self, states: Sequence[Any]) -> None:
+        """Set the schedulers that the script steps, and the learning rates, to those of another group."""
+        own = _schedulers_of(self.engine)
+        if len(own) != len(states):
+            raise StateError(f"this replica group has {len(own)} schedulers of the learning rate, and another group {len(states)}")
+        for scheduler, state in zip(own, states, strict=True):
+            scheduler.load_state_dict(state)
+            for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+                if isinstance(group["lr"], torch.Tensor):
+                    group["lr"].fill_(float(rate))
+                else:
+                    group["lr"] = float(rate)
 
     def _fingerprint(self) -> int:
         """Return a digest of the weights and of the number of steps; collective inside the group."""
@@ -321,6 +349,18 @@ def _leave_with(engine: Engine) -> None:
 
 on_destroy.append(_leave_with)
 atexit.register(_leave_at_end)
+
+
+def _schedulers_of(engine: Engine) -> list[LRScheduler]:
+    """Return torch's schedulers of the engine's optimizer that the engine does not step: those of the script, Accelerate or Trainer.
+
+    Nobody registers them, so they are found among the objects of the process, which takes a moment; it is done only when a group returns.
+    """
+    optimizers = (engine.optimizer, engine.optimizer.inner)
+    found = [one for one in gc.get_objects() if isinstance(one, LRScheduler) and one is not engine.lr_scheduler]
+    own = [one for one in found if any(getattr(one, "optimizer", None) is optimizer for optimizer in optimizers)]
+    inner = {id(part) for one in (*own, engine.lr_scheduler) for part in getattr(one, "_schedulers", ())}
+    return sorted((one for one in own if id(one) not in inner), key=lambda one: type(one).__name__)
 
 
 def _digest_of(*facts: Any) -> int:
