@@ -3,13 +3,14 @@
     python -m benchmarks.checkpoint.replica_kills --kills 60 --seed 1              # needs torchft; nodes need root (network namespaces)
     python -m benchmarks.checkpoint.replica_kills --kills 8 --nodes 0 --groups 2   # quick check
 
-``--groups`` replica groups of two gloo ranks train a small model. Deaths are drawn from the seed: which group and rank, after how many steps
-of its process, at which place of a step (``PLACES`` of tests/replica_groups/group_run.py), and whether the rank dies, its launcher, or its node: a
-network namespace whose link is cut before all its processes are killed, so that no connection is closed. Half of the dead groups are started
-again only after another group has taken a step without them. No group dies while another is away, as the last one takes the state with it.
-After each run the history of all ranks is checked: no batch lost or taken twice, weights of all ranks equal bit for bit, and equal to plain
-PyTorch on the batches that were taken (tests/replica_groups/history.py). The same model on the same number of ranks in one job, which saves
-every ``--every`` steps and is restarted from the disk after each death, is measured in the same run. Ranks are forked from a process that has
+``--groups`` replica groups of two gloo ranks train a small model. Deaths are drawn from the seed: which group and rank, after how many
+steps of its process, at which place of a step (``PLACES`` of tests/replica_groups/group_run.py), and what dies: the rank, its launcher,
+or its node, a network namespace whose link is cut before all its processes are killed, so that no connection is closed. Half of the dead
+groups are started again only after another group has taken a step without them. No group dies while another is away.
+
+After each run the history of all ranks is checked: no batch lost or taken twice, weights of all ranks equal bit for bit, and equal to
+plain PyTorch on the batches that were taken (tests/replica_groups/history.py). A job of the same model on two ranks, which saves every
+``--every`` steps and is restarted from the disk after each death, is measured in the same run. Ranks are forked from a process that has
 imported everything, so no time contains imports.
 """
 
@@ -55,7 +56,9 @@ def run(plan: dict[str, Any], folder: Path) -> None:
     (folder / "plan.json").write_text(json.dumps(plan))
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "RUST_LOG": "off"}
     words = [sys.executable, "-m", "tests.replica_groups.agents", str(folder)]
-    subprocess.run(words, cwd=REPOSITORY, env=environment, check=True)
+    if subprocess.run(words, cwd=REPOSITORY, env=environment).returncode:
+        logs = sorted(folder.glob("log-*"), key=lambda path: path.stat().st_mtime)[-6:]
+        raise SystemExit("\n".join(f"{path.name}:\n{path.read_text()[-3000:]}" for path in logs))
 
 
 def restart_times(folder: Path) -> list[float]:

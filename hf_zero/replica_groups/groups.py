@@ -29,7 +29,7 @@ from hf_zero.system import exit_status, last_words
 
 _DIGEST_BYTES = 7  # of a digest, which is sent as a 64-bit integer
 _FACT_BYTES = 3
-_joined: list[ReplicaGroups] = []
+_joined: list[Any] = []  # of ReplicaGroups, at most one
 
 
 class ReplicaGroups:
@@ -116,8 +116,8 @@ class ReplicaGroups:
             raise StateError("two loaders read by a ReplicaSampler, and only one can: give other loaders another sampler")
         if index >= len(own):
             raise StateError(
-                f"the loader reads batch {index + 1} after the {self._first} that were taken, and a group is given {self._ahead} in advance: "
-                f"raise ReplicaSampler(ahead={ahead}) in all groups, to the workers times prefetch_factor and 2 more"
+                f"the loader reads batch {index + 1} after the {self._first} that were taken, and a group is given {self._ahead} in "
+                f"advance: raise ReplicaSampler(ahead={ahead}) in all groups, to the workers times prefetch_factor and 2 more"
             )
         self._read.append(own[index])
         return own[index]
@@ -238,7 +238,7 @@ class ReplicaGroups:
         """Return a digest of the weights and of the number of steps; collective inside the group."""
         sums = []
         for unit in self.engine.units:
-            data = values_of(unit).detach().to("cpu").contiguous().view(torch.uint8).numpy()
+            data: Any = values_of(unit).detach().to("cpu").contiguous().view(torch.uint8).numpy()
             sums += [int(value) for value in crc32_chunks(memoryview(data), max(1, len(data)))]
         everyone = self._net.gather_objects(sums, "digest of the weights")
         return _digest_of(everyone, self.engine.progress.global_steps)

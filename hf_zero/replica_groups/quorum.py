@@ -74,8 +74,8 @@ def group_number() -> int:
         )
     if not os.environ.get(LIGHTHOUSE):
         raise ConfigError(
-            f"hf_zero.replicas is 'torchft', and the variable {LIGHTHOUSE} is not set: start `torchft_lighthouse --min_replicas 1` once, and "
-            f"set {LIGHTHOUSE}=http://host:29510 for every group"
+            f"hf_zero.replicas is 'torchft', and the variable {LIGHTHOUSE} is not set: start `torchft_lighthouse --min_replicas 1` once, "
+            f"and set {LIGHTHOUSE}=http://host:29510 for every group"
         )
     return int(given)
 
@@ -171,13 +171,13 @@ class Quorum:
         """
         until = time.monotonic() + self._patience.total_seconds()
         while True:
-            self._moves.forget()
+            self._moves.behind = False
             self._manager.load_state_dict({"step": step, "batches_committed": 0})
             self._manager.start_quorum()
-            own = Member(self.group, step, digest, self._moves.source is not None, fresh)
+            own = Member(self.group, step, digest, self._moves.behind, fresh)
             members = self._tell(own)
             if not self.any_failed():
-                formed = Formed(members, self._manager.current_step(), self._moves.source, self._moves.targets)
+                formed = self._formed(members, own)
                 if all(member.fresh for member in members) and len(members) < self._groups:
                     self._wait_for_more(members, until)
                     continue
@@ -186,6 +186,16 @@ class Quorum:
                 if own.digest != _newest(formed).digest:
                     step = 0  # the next quorum finds this group behind
             self.give_up()
+
+    def _formed(self, members: tuple[Member, ...], own: Member) -> Formed:
+        """Return the quorum, in which the first member with the newest state sends it to all that are behind.
+
+        torchft would choose another sender for each rank of a group, and here the ranks of a group write and read a state together.
+        """
+        first = next(place for place, member in enumerate(members) if not member.behind)
+        behind = tuple(place for place, member in enumerate(members) if member.behind)
+        sends = members[first].group == own.group and not own.behind
+        return Formed(members, self._manager.current_step(), first if own.behind else None, behind if sends else ())
 
     def _wait_for_more(self, members: Sequence[Member], until: float) -> None:
         """Pause before the next look for groups that have not started; collective inside the group."""
@@ -311,29 +321,23 @@ def _newest(formed: Formed) -> Member:
 
 
 class _Moves:
-    """torchft's interface for sending states, which records who sends to whom: the states go by ``transfer``, without pickle.
+    """torchft's interface for sending states, which only records that this group is behind: states go by ``transfer``, without pickle.
 
     Attributes:
-        source: Position of the member that sends to this group; None for none.
-        targets: Positions of the members that this group sends to.
+        behind: Whether another group has a newer state.
     """
 
     def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """Begin a new quorum."""
-        self.source: int | None = None
-        self.targets: tuple[int, ...] = ()
+        self.behind = False
 
     def metadata(self) -> str:
         return "-"
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta) -> None:
-        self.targets = tuple(dst_ranks)
+        pass
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
-        self.source = src_rank
+        self.behind = True
         return {"user": {"default": None}, "torchft": {"step": step, "batches_committed": 0}}
 
     def disallow_checkpoint(self) -> None:

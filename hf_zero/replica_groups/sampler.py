@@ -70,7 +70,8 @@ class ReplicaSampler(Sampler[int]):
         self._position = 0
         if not self._count:
             raise ConfigError(
-                f"ReplicaSampler: {size} samples are no batch of {batch_size} samples on {ranks} rank(s) for each of {groups} replica group(s)"
+                f"ReplicaSampler: {size} samples are no batch of {batch_size} samples on {ranks} rank(s) for each of {groups} replica "
+                "group(s)"
             )
         self._order: tuple[int, torch.Tensor] = (-1, torch.empty(0))
 

@@ -51,7 +51,7 @@ def send_state(state: TrainingState, more: Mapping[str, Any], quorum: Quorum, ta
         save_checkpoint(state, request)
         place = folder.path / _TAG
         files = [place / name for name in _own_files(state, place)]
-        quorum.attempt(lambda: [_send_files(quorum, files, target) for target in targets])
+        quorum.attempt(lambda: _send_files(quorum, files, targets))
 
 
 def receive_state(state: TrainingState, quorum: Quorum, source: int, loads: bool = True) -> Mapping[str, Any] | None:
@@ -121,17 +121,19 @@ def _own_files(state: TrainingState, place: Path) -> list[str]:
     return [*names, INDEX_FILE, MARKER_FILE] if leads_node() else names
 
 
-def _send_files(quorum: Quorum, files: list[Path], target: int) -> None:
-    """Send a list of names and sizes, and then the files, to the counterpart of this rank."""
+def _send_files(quorum: Quorum, files: list[Path], targets: tuple[int, ...]) -> None:
+    """Send a list of names and sizes, and then the files, to the counterparts of this rank."""
     sizes = json.dumps({path.name: path.stat().st_size for path in files}).encode()
-    quorum.send(torch.tensor([len(sizes)], dtype=torch.int64).view(torch.uint8), target)
-    quorum.send(torch.frombuffer(bytearray(sizes), dtype=torch.uint8), target)
+    for target in targets:
+        quorum.send(torch.tensor([len(sizes)], dtype=torch.int64).view(torch.uint8), target)
+        quorum.send(torch.frombuffer(bytearray(sizes), dtype=torch.uint8), target)
     for path in files:
         with path.open("rb") as file:
             if path.stat().st_size:
                 with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as data:
                     sent = torch.frombuffer(data, dtype=torch.uint8)
-                    quorum.send(sent, target)
+                    for target in targets:
+                        quorum.send(sent, target)
                     del sent
 
 
@@ -149,4 +151,4 @@ def _receive_files(quorum: Quorum, folder: Path, source: int) -> None:
         if Path(name).name != name:
             raise RuntimeError(f"a file named {name!r}")
         data = quorum.receive(int(nbytes), source)
-        own_files.write_bytes(folder / name, data.numpy().data)
+        own_files.write_bytes(folder / name, data.numpy().tobytes())

@@ -3,9 +3,9 @@
     python -m tests.replica_groups.agents FOLDER      # with FOLDER/plan.json, see ``group_run``
 
 A launcher (agent) ends all ranks of its group when one has died, and starts them again, like torchrun. This process starts an agent again
-that was killed, and with ``nodes`` in the plan it puts each group into a network namespace, cuts its link and kills all its processes when a
-rank asks for it: the other groups are not told. The lighthouse is torchft's, in a process of its own. Ends with status 0 when all groups
-have trained.
+that was killed. With ``nodes`` in the plan it puts each group into a network namespace, cuts its link and kills all its processes when a
+rank asks for it: the other groups are not told. The lighthouse is torchft's, in a process of its own. This process ends with status 0 when
+all groups have trained.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from benchmarks.collectives.slow_network import LINK, Namespaces, slow_network
 _LIGHTHOUSE = """
 import sys, time
 from torchft._torchft import LighthouseServer
-server = LighthouseServer(bind=f"0.0.0.0:{sys.argv[1]}", min_replicas=1, join_timeout_ms=60000, quorum_tick_ms=20, heartbeat_timeout_ms=1000)
+address, times = f"0.0.0.0:{sys.argv[1]}", {"join_timeout_ms": 60000, "quorum_tick_ms": 20, "heartbeat_timeout_ms": 1000}
+server = LighthouseServer(bind=address, min_replicas=1, **times)
 time.sleep(1 << 20)
 """
 _PORT = 29510
@@ -221,9 +222,9 @@ def main() -> None:
     plan = json.loads((folder / "plan.json").read_text())
     if not plan.get("disk"):
         import torchft  # noqa: F401
+    with contextlib.suppress(ImportError):  # torch's compiler and transformers import it later in each rank, which takes long
+        import bitsandbytes  # noqa: F401
     if plan.get("how", "engine") != "engine":
-        with contextlib.suppress(ImportError):  # what accelerate imports later takes long
-            import bitsandbytes  # noqa: F401
         from accelerate import Accelerator  # noqa: F401
         from transformers import Trainer  # noqa: F401
     run(plan, folder)

@@ -4,8 +4,9 @@ Keys of a plan:
 
 * ``groups``, ``ranks`` (of a group), ``steps``, ``stage``, ``accumulation``, ``extra`` (of the configuration), ``how``: "engine",
   "accelerate" or "trainer".
-* ``deaths``: for each group a list of deaths, one after the other: ``rank``, ``after`` (steps that an attempt has taken), ``place`` in the step
-  (``PLACES``) and ``kind``: "rank", "agent" or "node". With ``lone`` the group is not started again before another one has taken a step.
+* ``deaths``: for each group a list of deaths, one after the other: ``rank``, ``after`` (steps that an attempt has taken), ``place`` in the
+  step (``PLACES``) and ``kind``: "rank", "agent" or "node". With ``lone`` the group is not started again before another one has taken a
+  step without it.
 * ``alone``: steps that the other groups take while one is away, before they wait for it. No group dies while another is away.
 * ``disk``: without replica groups, steps between two checkpoints in ``FOLDER/disk``.
 """

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from tests.replica_groups.group_run import BATCH, LR, SAMPLES, Model, Samples
-
 from hf_zero.replica_groups.sampler import ReplicaSampler
+from tests.replica_groups.group_run import BATCH, LR, SAMPLES, Model, Samples
 
 FACTS = ("step", "norm", "lr", "taken", "next", "open", "samples", "before", "after")
 

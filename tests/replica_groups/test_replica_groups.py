@@ -1,0 +1,74 @@
+"""Replica groups that die and come back: the others go on, and all end with the weights of plain PyTorch on the batches that were taken."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.checkpoint.replica_kills import plan_of
+from benchmarks.collectives.slow_network import why_not
+from tests.replica_groups.group_run import PLACES
+from tests.replica_groups.history import check, deaths_of
+from tests.support.processes import REPO, environment
+
+pytestmark = pytest.mark.slow
+torchft = pytest.importorskip("torchft", reason="torchft is not installed: pip install 'hf_zero[replicas]'")
+
+
+def _run(folder: Path, **changes: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Carry out a plan, check it, and return its steps and its deaths."""
+    plan = {"groups": 2, "ranks": 1, "steps": 12, "stage": 3, "accumulation": 1, "limit": 900, "deaths": {}, **changes}
+    (folder / "plan.json").write_text(json.dumps(plan))
+    variables = environment({"OMP_NUM_THREADS": "1", "RUST_LOG": "off"})
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.replica_groups.agents", str(folder)], cwd=REPO, env=variables, capture_output=True, text=True
+    )
+    logs = "\n".join(f"{path.name}:\n{path.read_text()[-1500:]}" for path in sorted(folder.glob("log-*"))[:8])
+    assert done.returncode == 0, f"{done.stderr[-2000:]}\n{logs}"
+    return check(folder, plan, plan.get("gamma", 0.9)), deaths_of(folder)
+
+
+def _death(place: str, rank: int = 0, after: int = 2, kind: str = "rank", lone: bool = True) -> dict[str, Any]:
+    return {"rank": rank, "after": after, "place": place, "kind": kind, "lone": lone}
+
+
+@pytest.mark.parametrize(("stage", "ranks", "accumulation"), [(0, 1, 1), (1, 2, 2), (2, 1, 1), (3, 2, 1)])
+def test_a_group_dies_at_each_place_of_a_step(tmp_path: Path, stage: int, ranks: int, accumulation: int) -> None:
+    deaths = [_death(place, rank=index % ranks, lone=index % 2 == 0) for index, place in enumerate(PLACES)]
+    steps, died = _run(tmp_path, stage=stage, ranks=ranks, accumulation=accumulation, steps=50, deaths={"1": deaths})
+    assert [death["place"] for death in died] == list(PLACES)
+    assert {tuple(step["taken"]) for step in steps} == {("0", "1"), ("0",)}
+
+
+@pytest.mark.parametrize(
+    ("how", "stage", "ranks", "accumulation", "gamma"),
+    [("accelerate", 3, 2, 2, 0.9), ("accelerate", 1, 1, 1, 0.9), ("trainer", 2, 1, 1, 1.0), ("trainer", 3, 2, 2, 1.0)],
+)
+def test_scripts_of_accelerate_and_trainer(tmp_path: Path, how: str, stage: int, ranks: int, accumulation: int, gamma: float) -> None:
+    deaths = {"1": [_death("inside"), _death("averaged", lone=False)], "0": [_death("backward")]}
+    _, died = _run(tmp_path, how=how, stage=stage, ranks=ranks, accumulation=accumulation, gamma=gamma, steps=24, deaths=deaths)
+    assert len(died) == 3
+    for path in tmp_path.glob("trainer-*"):
+        assert json.loads(path.read_text())["global_step"] == 24, "a Trainer that came back counts the steps of the run"
+
+
+def test_random_kills_of_ranks_and_launchers(tmp_path: Path) -> None:
+    plan = plan_of(random.Random(7), kills=10, nodes=0, groups=3)
+    _, died = _run(tmp_path, **{**plan, "limit": 1500})
+    assert len(died) == 10
+
+
+def test_a_node_is_lost_without_a_word(tmp_path: Path) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    steps, died = _run(
+        tmp_path, ranks=2, nodes=True, timeout=4, deaths={"1": [_death("averaged", kind="node"), _death("forward", kind="node")]}
+    )
+    assert [death["kind"] for death in died] == ["node", "node"]
+    assert any(set(step["taken"]) == {"0"} for step in steps)
