@@ -41,7 +41,7 @@ class ReplicaGroups:
     Attributes:
         group: Number of this group.
         members: Numbers of the groups that take part in the present step, or took part in the last one.
-        taken: For each of these, the numbers of the batches of the last step.
+        taken: For each of these, the numbers of the batches of the last step; empty after a step that was received from another group.
         shares: The batches of all groups.
 
     Raises:
@@ -197,7 +197,7 @@ class ReplicaGroups:
             StateError: Batches that this process has read were given to other groups meanwhile.
         """
         engine = self.engine
-        held = self.shares.held.get(self.group, [])
+        held, self.taken = self.shares.held.get(self.group, []), {}
         self.shares.load_state_dict(sent["shares"])
         now = self.shares.held.get(self.group)
         if self._read and now is not None and held[len(held) - len(now) :] == now:
@@ -357,7 +357,7 @@ def _schedulers_of(engine: Engine) -> list[LRScheduler]:
     Nobody registers them, so they are found among the objects of the process, which takes a moment; it is done only when a group returns.
     """
     optimizers = (engine.optimizer, engine.optimizer.inner)
-    found = [one for one in gc.get_objects() if isinstance(one, LRScheduler) and one is not engine.lr_scheduler]
+    found = [one for one in gc.get_objects() if issubclass(type(one), LRScheduler) and one is not engine.lr_scheduler]
     own = [one for one in found if any(getattr(one, "optimizer", None) is optimizer for optimizer in optimizers)]
     inner = {id(part) for one in (*own, engine.lr_scheduler) for part in getattr(one, "_schedulers", ())}
     return sorted((one for one in own if id(one) not in inner), key=lambda one: type(one).__name__)

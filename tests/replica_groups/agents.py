@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.collectives.slow_network import LINK, Namespaces, slow_network
+from tests.replica_groups.group_run import train, went_on_without
 
 _LIGHTHOUSE = """
 import sys, time
@@ -80,15 +81,7 @@ class Agent:
         """Return whether the last death of this group says that another group takes a step without it first, and none has."""
         died = sorted(self._folder.glob(f"died-{self._group}-*"), key=lambda path: int(path.name.rpartition("-")[2]))
         death = json.loads(died[-1].read_text()) if died else {}
-        if not death.get("lone"):
-            return False
-        for path in self._folder.glob("steps-*.jsonl"):
-            for line in path.read_text().splitlines():
-                with contextlib.suppress(json.JSONDecodeError):  # it is being written
-                    step = json.loads(line)
-                    if step["time"] > death["time"] and str(self._group) not in step["taken"]:
-                        return False
-        return True
+        return bool(death.get("lone")) and not went_on_without(self._folder, self._group, death["time"])
 
     def _start(self, rank: int, attempt: int, port: str) -> int:
         agent = os.getpid()
@@ -105,8 +98,6 @@ class Agent:
         os.dup2(log, 2)
         status = 1
         try:
-            from tests.replica_groups.group_run import train
-
             train(self._plan, self._folder)
             status = 0
         except BaseException:

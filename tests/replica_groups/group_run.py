@@ -6,7 +6,8 @@ Keys of a plan:
   "accelerate" or "trainer".
 * ``deaths``: for each group a list of deaths, one after the other: ``rank``, ``after`` (steps that an attempt has taken), ``place`` in the
   step (``PLACES``) and ``kind``: "rank", "agent" or "node". With ``lone`` the group is not started again before another one has taken a
-  step without it.
+  step without it. Two kinds are no deaths: "error" at the place "averaged" is an exchange that has failed on this rank alone, and "pause"
+  stops the rank until another group has taken a step without it.
 * ``alone``: steps that the other groups take while one is away, before they wait for it. No group dies while another is away.
 * ``disk``: without replica groups, steps between two checkpoints in ``FOLDER/disk``.
 """
@@ -71,6 +72,17 @@ def config(plan: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def went_on_without(folder: Path, group: int, since: float) -> bool:
+    """Return whether another group has taken a step without ``group`` since a time."""
+    for path in folder.glob("steps-*.jsonl"):
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(json.JSONDecodeError):  # it is being written
+                step = json.loads(line)
+                if step["time"] > since and str(group) not in step["taken"]:
+                    return True
+    return False
+
+
 class Deaths:
     """Deaths of this rank by the plan, and the signs of life of all groups, as files in a folder."""
 
@@ -82,20 +94,32 @@ class Deaths:
         self._number = len(list(folder.glob(f"died-{self.group}-*")))
         self._next = planned[self._number] if self._number < len(planned) else None
         self.taken = 0  # steps of this attempt
-        self._taken_alone = 0
+        self._alone_since = ((-1, -1), 0)  # the group that is away, and the number of steps begun without it
 
-    def at(self, place: str) -> None:
-        """Die if the plan has a death here, unless another group is away."""
+    def at(self, place: str) -> bool:
+        """Die if the plan has a death here, unless another group is away; return whether it has an error here instead."""
         death = self._next
         if death is None or (death["rank"], death["place"]) != (self.rank, place) or self.taken < death["after"]:
-            return
+            return False
+        if death["kind"] == "error":
+            self._note(death)
+            self._next = None
+            return True
         with contextlib.suppress(FileExistsError), self._away.open("x") as away:
             away.write(f"{self.group} {self.attempt}")
             self._die(death)
+        return False
+
+    def _note(self, death: dict[str, Any]) -> None:
+        (self._folder / f"died-{self.group}-{self._number}").write_text(json.dumps({**death, "time": time.time()}))
 
     def _die(self, death: dict[str, Any]) -> None:
-        (self._folder / f"died-{self.group}-{self._number}").write_text(json.dumps({**death, "time": time.time()}))
-        (self._folder / "away").write_text(f"{self.group} {self.attempt}")
+        self._note(death)
+        self._away.write_text(f"{self.group} {self.attempt}")
+        if death["kind"] == "pause":
+            self._next = None
+            self._pause(time.time())
+            return
         if death["kind"] == "node":
             (self._folder / f"cut-{self.group}").write_text("")
         elif death["kind"] == "agent":
@@ -104,6 +128,17 @@ class Deaths:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(3600)  # until the node or the agent is gone
 
+    def _pause(self, begun: float) -> None:
+        """Stop this process; a child lets it go on when another group has taken a step without it."""
+        parent = os.getpid()
+        if not os.fork():
+            while not went_on_without(self._folder, self.group, begun):
+                time.sleep(0.01)
+            os.kill(parent, signal.SIGCONT)
+            os._exit(0)
+        os.kill(parent, signal.SIGSTOP)
+        self._away.unlink()
+
     def ready(self) -> None:
         """Note that this rank is about to meet the other groups."""
         if self.rank == 0:
@@ -111,17 +146,18 @@ class Deaths:
 
     def wait_for_others(self) -> None:
         """Wait before a step while another group is away, after a few steps without it."""
-        group, attempt = self._missing()
-        self._taken_alone = self._taken_alone + 1 if group != self.group and group >= 0 else 0
-        if self._taken_alone <= self._alone:
+        missing = group, attempt = self._missing()
+        self._alone_since = (missing, self._alone_since[1] + 1 if missing == self._alone_since[0] else 1)
+        if group in (-1, self.group) or self._alone_since[1] <= self._alone:
             return
         while self._missing() == (group, attempt) and not self._is_back(group, attempt):
             time.sleep(0.01)
 
     def wait_at_end(self) -> None:
         """Wait while another group is away, which gets the last state when it is back."""
-        self._taken_alone = self._alone
-        self.wait_for_others()
+        group, attempt = self._missing()
+        while group not in (-1, self.group) and self._missing() == (group, attempt) and not self._is_back(group, attempt):
+            time.sleep(0.01)
 
     def _missing(self) -> tuple[int, int]:
         try:
@@ -151,7 +187,8 @@ def spread_deaths(deaths: Deaths) -> None:
         average(self, tensors[:1])
         deaths.at("inside")
         average(self, tensors[1:])
-        deaths.at("averaged")
+        if deaths.at("averaged"):
+            self._manager.report_error(RuntimeError("an error that the plan has here"))
 
     def dying_vote(self: Any) -> bool:
         agreed = vote(self)
@@ -181,6 +218,8 @@ class Log:
         if engine.global_steps == self._step:
             return
         groups = self._groups
+        if groups is not None and not groups.taken:
+            return  # another group has taken the step, and this one has received the state after it
         line = {"step": engine.global_steps, "norm": engine.get_global_grad_norm(), "lr": engine.get_lr(), "time": time.time()}
         if groups is not None:
             shares = groups.shares

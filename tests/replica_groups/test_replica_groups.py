@@ -58,6 +58,24 @@ def test_scripts_of_accelerate_and_trainer(tmp_path: Path, how: str, stage: int,
         assert json.loads(path.read_text())["global_step"] == 24, "a Trainer that came back counts the steps of the run"
 
 
+@pytest.mark.parametrize("how", ["engine", "accelerate"])
+def test_a_step_that_only_the_other_group_has_taken(tmp_path: Path, how: str) -> None:
+    """An exchange fails on one rank of a group when the other group is past it: the group gets the state after the step, and goes on."""
+    deaths = {"1": [_death("averaged", rank=1, after=3, kind="error")]}
+    steps, _ = _run(tmp_path, how=how, stage=3, ranks=2, deaths=deaths)
+    assert all(set(step["taken"]) == {"0", "1"} for step in steps), "its batch was part of the step"
+    assert not list(tmp_path.glob("attempt-*-1")), "no group was started again"
+
+
+def test_a_group_that_was_frozen_and_left_out_ends_and_returns(tmp_path: Path) -> None:
+    """Its loader has read batches that the other group has taken meanwhile."""
+    deaths = {"1": [_death("averaged", kind="pause"), _death("forward", kind="pause")]}
+    steps, _ = _run(tmp_path, timeout=4, steps=20, failures=3, deaths=deaths)
+    assert any(set(step["taken"]) == {"0"} for step in steps)
+    said = "".join(path.read_text() for path in tmp_path.glob("log-1-*"))
+    assert "was left out of a step, and the batches that its loader has read were given to other groups" in said
+
+
 def test_random_kills_of_ranks_and_launchers(tmp_path: Path) -> None:
     plan = plan_of(random.Random(7), kills=10, nodes=0, groups=3)
     _, died = _run(tmp_path, **{**plan, "limit": 1500})
