@@ -107,6 +107,8 @@ def main() -> None:
                 places[death["place"]] += 1
             happened = len(deaths_of(folder))
         print(f"stage {plan['stage']}, accumulation {plan['accumulation']}: {happened} kills, exact", flush=True)
+        for kind in others:
+            print(row(kind, others[kind]), row(kind, [value for value in back[kind] if value == value]), flush=True)
         left, nodes = left - kills, nodes - of_nodes
     with tempfile.TemporaryDirectory() as name:
         death = {"rank": 1, "after": options.every // 2, "place": "backward", "kind": "rank"}
@@ -114,9 +116,9 @@ def main() -> None:
         run({**plan, "ranks": 2, "steps": 40, "deaths": {"0": [death] * 8}, "disk": options.every, "stage": 3}, Path(name))
         disk = restart_times(Path(name))
     columns = ["after the death of a", "kills", "median", "least", "most"]
-    rows = [row(f"{kind}: the other groups' next step", others[kind]) for kind in others]
-    rows += [row(f"{kind}: its own next step", [value for value in back[kind] if value == value]) for kind in back]
-    rows += [row("rank of one job: its next new step, from the disk", disk)]
+    rows = [row(f"{kind}: the next step of the others", others[kind]) for kind in others]
+    rows += [row(f"{kind}: the next step of its group", [value for value in back[kind] if value == value]) for kind in back]
+    rows += [row("rank of one job, restarted from the disk", disk)]
     ResultTable("Replica groups", " ".join(sys.argv), "", columns, rows).print()
     print(f"{sum(places.values())} kills in {steps} steps, by place {dict(places)}; no batch lost or taken twice")
     print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs")

@@ -7,7 +7,6 @@ pickled. The files are in host memory for the time of the transfer.
 from __future__ import annotations
 
 import json
-import mmap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -128,13 +127,10 @@ def _send_files(quorum: Quorum, files: list[Path], targets: tuple[int, ...]) -> 
         quorum.send(torch.tensor([len(sizes)], dtype=torch.int64).view(torch.uint8), target)
         quorum.send(torch.frombuffer(bytearray(sizes), dtype=torch.uint8), target)
     for path in files:
-        with path.open("rb") as file:
-            if path.stat().st_size:
-                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as data:
-                    sent = torch.frombuffer(data, dtype=torch.uint8)
-                    for target in targets:
-                        quorum.send(sent, target)
-                    del sent
+        nbytes = path.stat().st_size
+        data = torch.from_file(str(path), shared=False, size=nbytes, dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
+        for target in targets:
+            quorum.send(data, target)
 
 
 def _receive_files(quorum: Quorum, folder: Path, source: int) -> None:

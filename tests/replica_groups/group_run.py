@@ -28,6 +28,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 SAMPLES, BATCH, WIDTH, LR = 96, 2, 6, 0.02
+_SLOWER = 0.2  # seconds that a step takes longer while another group is about to join, so that the last step does not come before
+_LAST = 8  # steps at the end of a run without deaths
 PLACES = ("forward", "backward", "average", "inside", "averaged", "voted", "stepped")
 
 
@@ -94,12 +96,14 @@ class Deaths:
         self._number = len(list(folder.glob(f"died-{self.group}-*")))
         self._next = planned[self._number] if self._number < len(planned) else None
         self.taken = 0  # steps of this attempt
+        self.step = 0  # of the run, before the coming one
+        self._until = plan["steps"] - _LAST
         self._alone_since = ((-1, -1), 0)  # the group that is away, and the number of steps begun without it
 
     def at(self, place: str) -> bool:
         """Die if the plan has a death here, unless another group is away; return whether it has an error here instead."""
         death = self._next
-        if death is None or (death["rank"], death["place"]) != (self.rank, place) or self.taken < death["after"]:
+        if death is None or (death["rank"], death["place"]) != (self.rank, place) or self.taken < death["after"] or self.step > self._until:
             return False
         if death["kind"] == "error":
             self._note(death)
@@ -111,7 +115,7 @@ class Deaths:
         return False
 
     def _note(self, death: dict[str, Any]) -> None:
-        (self._folder / f"died-{self.group}-{self._number}").write_text(json.dumps({**death, "time": time.time()}))
+        (self._folder / f"died-{self.group}-{self._number}").write_text(json.dumps({**death, "attempt": self.attempt, "time": time.time()}))
 
     def _die(self, death: dict[str, Any]) -> None:
         self._note(death)
@@ -140,8 +144,8 @@ class Deaths:
         self._away.unlink()
 
     def ready(self) -> None:
-        """Note that this rank is about to meet the other groups."""
-        if self.rank == 0:
+        """Note that this rank is about to meet the other groups for the first time."""
+        if self.rank == 0 and not self.taken:
             (self._folder / f"ready-{self.group}-{self.attempt}").write_text("")
 
     def wait_for_others(self) -> None:
@@ -152,6 +156,8 @@ class Deaths:
             return
         while self._missing() == (group, attempt) and not self._is_back(group, attempt):
             time.sleep(0.01)
+        if self._missing() == (group, attempt):
+            time.sleep(_SLOWER)
 
     def wait_at_end(self) -> None:
         """Wait while another group is away, which gets the last state when it is back."""
@@ -172,7 +178,8 @@ class Deaths:
     def stepped(self) -> None:
         """Count a step; the first one of an attempt shows that the group is back."""
         self.taken += 1
-        if self.rank == 0 and self._missing()[0] == self.group:
+        group, attempt = self._missing()
+        if self.rank == 0 and group == self.group and attempt < self.attempt:
             self._away.unlink()
 
 
@@ -180,7 +187,11 @@ def spread_deaths(deaths: Deaths) -> None:
     """Let a death come between the exchanges of a step: before the average, inside it, before and after the vote."""
     from hf_zero.replica_groups.quorum import Quorum
 
-    average, vote = Quorum.average, Quorum.vote
+    average, vote, form = Quorum.average, Quorum.vote, Quorum.form
+
+    def noted_form(self: Any, *facts: Any) -> Any:
+        deaths.ready()
+        return form(self, *facts)
 
     def dying_average(self: Any, tensors: Any) -> None:
         deaths.at("average")
@@ -195,7 +206,7 @@ def spread_deaths(deaths: Deaths) -> None:
         deaths.at("voted")
         return agreed
 
-    Quorum.average, Quorum.vote = dying_average, dying_vote  # type: ignore[method-assign]
+    Quorum.average, Quorum.vote, Quorum.form = dying_average, dying_vote, noted_form  # type: ignore[method-assign]
 
 
 class Log:
@@ -211,7 +222,7 @@ class Log:
         """Note the state before a step; the first call comes after the groups have met."""
         self._groups = engine.stepper.groups
         self._before = getattr(self._groups, "_digest", 0)
-        self._step = engine.global_steps
+        self._step = self._deaths.step = engine.global_steps
 
     def end(self, engine: Any) -> None:
         """Write a line if a step was taken together with other groups."""
@@ -276,7 +287,6 @@ def _loop(plan: dict[str, Any], folder: Path, deaths: Deaths) -> Any:
         engine.load_checkpoint(folder / "disk")
         rows = Samples()
         loader = [{"x": rows.x[:BATCH], "labels": rows.labels[:BATCH]}]
-    deaths.ready()
     with steps_of(engine, deaths, Log(folder, deaths)):
         while engine.global_steps < plan["steps"]:
             for batch in loader:
@@ -299,7 +309,6 @@ def _accelerate(plan: dict[str, Any], folder: Path, deaths: Deaths) -> Any:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9 ** (step / plan["ranks"]))  # stepped once per rank
     engine, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, _loader(plan, None), scheduler)
-    deaths.ready()
     with steps_of(engine, deaths, Log(folder, deaths)):
         while engine.global_steps < plan["steps"]:
             for batch in loader:
@@ -324,7 +333,6 @@ def _trainer(plan: dict[str, Any], folder: Path, deaths: Deaths) -> Any:
             engine = trainer.model_wrapped
             kept.append(contextlib.ExitStack())
             kept[0].enter_context(steps_of(engine, deaths, Log(folder, deaths)))
-            deaths.ready()
 
     class Sampled(Trainer):  # type: ignore[misc]
         def _get_train_sampler(self, *_: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +94,20 @@ def deaths_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def times_after(folder: Path, death: dict[str, Any]) -> tuple[float, float]:
-    """Return the seconds from a death to the next step of any other group, and to the next step of the group that died."""
+    """Return the seconds from a death until the other groups' next step with a new set of groups, and until the next step of the group.
+
+    A step that was under way when the group died, and has its gradients, is not counted. The second is nan if the group came back after the
+    last step.
+    """
     others, own = [], []
     for path in folder.glob("steps-*.jsonl"):
-        lines = [line["time"] for line in map(json.loads, path.read_text().splitlines()) if line["time"] > death["time"]]
-        (own if int(path.name.split("-")[1]) == death["group"] else others).extend(lines)
-    return min(others, default=float("nan")) - death["time"], min(own, default=float("nan")) - death["time"]
+        group, _, attempt = map(int, path.stem.split("-")[1:])
+        for line in map(json.loads, path.read_text().splitlines()):
+            if line["time"] <= death["time"]:
+                continue
+            if group == death["group"] and attempt > death["attempt"]:
+                own.append(line["time"])
+            elif group != death["group"] and str(death["group"]) not in line["taken"]:
+                others.append(line["time"])
+    back = min(own, default=math.nan)
+    return min([*others, back]) - death["time"], back - death["time"]

@@ -23,7 +23,7 @@ torchft = pytest.importorskip("torchft", reason="torchft is not installed: pip i
 
 def _run(folder: Path, **changes: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Carry out a plan, check it, and return its steps and its deaths."""
-    plan = {"groups": 2, "ranks": 1, "steps": 12, "stage": 3, "accumulation": 1, "limit": 900, "deaths": {}, **changes}
+    plan = {"groups": 2, "ranks": 1, "steps": 16, "stage": 3, "accumulation": 1, "limit": 900, "deaths": {}, **changes}
     (folder / "plan.json").write_text(json.dumps(plan))
     variables = environment({"OMP_NUM_THREADS": "1", "RUST_LOG": "off"})
     done = subprocess.run(
@@ -41,7 +41,7 @@ def _death(place: str, rank: int = 0, after: int = 2, kind: str = "rank", lone: 
 @pytest.mark.parametrize(("stage", "ranks", "accumulation"), [(0, 1, 1), (1, 2, 2), (2, 1, 1), (3, 2, 1)])
 def test_a_group_dies_at_each_place_of_a_step(tmp_path: Path, stage: int, ranks: int, accumulation: int) -> None:
     deaths = [_death(place, rank=index % ranks, lone=index % 2 == 0) for index, place in enumerate(PLACES)]
-    steps, died = _run(tmp_path, stage=stage, ranks=ranks, accumulation=accumulation, steps=50, deaths={"1": deaths})
+    steps, died = _run(tmp_path, stage=stage, ranks=ranks, accumulation=accumulation, steps=60, deaths={"1": deaths})
     assert [death["place"] for death in died] == list(PLACES)
     assert {tuple(step["taken"]) for step in steps} == {("0", "1"), ("0",)}
 
@@ -52,10 +52,10 @@ def test_a_group_dies_at_each_place_of_a_step(tmp_path: Path, stage: int, ranks:
 )
 def test_scripts_of_accelerate_and_trainer(tmp_path: Path, how: str, stage: int, ranks: int, accumulation: int, gamma: float) -> None:
     deaths = {"1": [_death("inside"), _death("averaged", lone=False)], "0": [_death("backward")]}
-    _, died = _run(tmp_path, how=how, stage=stage, ranks=ranks, accumulation=accumulation, gamma=gamma, steps=24, deaths=deaths)
+    _, died = _run(tmp_path, how=how, stage=stage, ranks=ranks, accumulation=accumulation, gamma=gamma, steps=30, deaths=deaths)
     assert len(died) == 3
     for path in tmp_path.glob("trainer-*"):
-        assert json.loads(path.read_text())["global_step"] == 24, "a Trainer that came back counts the steps of the run"
+        assert json.loads(path.read_text())["global_step"] == 30, "a Trainer that came back counts the steps of the run"
 
 
 @pytest.mark.parametrize("how", ["engine", "accelerate"])
@@ -70,7 +70,7 @@ def test_a_step_that_only_the_other_group_has_taken(tmp_path: Path, how: str) ->
 def test_a_group_that_was_frozen_and_left_out_ends_and_returns(tmp_path: Path) -> None:
     """Its loader has read batches that the other group has taken meanwhile."""
     deaths = {"1": [_death("averaged", kind="pause"), _death("forward", kind="pause")]}
-    steps, _ = _run(tmp_path, timeout=4, steps=20, failures=3, deaths=deaths)
+    steps, _ = _run(tmp_path, timeout=4, steps=30, failures=3, deaths=deaths)
     assert any(set(step["taken"]) == {"0"} for step in steps)
     said = "".join(path.read_text() for path in tmp_path.glob("log-1-*"))
     assert "was left out of a step, and the batches that its loader has read were given to other groups" in said
