@@ -373,7 +373,7 @@ def _text(numbers: Sequence[int]) -> str:
 
 def join(engine: Engine) -> None:
     """Let a new engine train together with other replica groups, if the configuration wants it; collective inside the group."""
-    if engine.stepper is None:
+    if engine.stepper is None or engine.collectives.pretended:
         return
     groups = ReplicaGroups(engine)
     engine.stepper.groups = groups

@@ -78,7 +78,8 @@ class OtherGroups(Protocol):
             max_norm: Norm that gradients are clipped to.
 
         Returns:
-            The number of groups that take the step; 0 if this group has received the state after the step instead.
+            The number of groups that take the step; 0 if this group has received the state after the step instead, and has discarded its
+            gradients.
         """
 
 
@@ -243,7 +244,6 @@ class Stepper:
         groups = self._average(shards)
         self._averaged = None
         if not groups:
-            self.reducer.clear()
             return StepResult(torch.tensor(math.nan), False, signal=agreed.signal, groups=0)
         with span("norm"):
             scaled_norm = self.norm_of(shards)
