@@ -91,6 +91,7 @@ lint: $(READY_DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python -m pytest -q --slow tests/house/test_types.py -k mypy
 	$(BIN)/codespell
 
 format: $(READY_DEV)

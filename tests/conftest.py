@@ -16,6 +16,8 @@ from hypothesis import HealthCheck, settings
 
 from tests.support import ranks
 
+# Set before huggingface_hub reads it: a name of the Hub fails at once, while its client would repeat requests for half a minute.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Variables that start-up code reads. A test that leaves one behind changes the meaning of the next.
 WATCHED_PREFIXES = ("ACCELERATE_", "DEEPSPEED_", "DS_", "FSDP_", "HF_ZERO", "LOCAL_", "MASTER_", "RANK", "WORLD_SIZE")
 
@@ -42,6 +44,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mark_slow_rows(items, all_rows=not any("::" in argument for argument in config.args))
     if not config.getoption("--slow") and "slow" not in config.option.markexpr:
         slow = [item for item in items if item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
@@ -53,6 +56,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         longest_first(items)
     if any("parity" in item.nodeid for item in items):
         ranks.warm_up()  # imports transformers while the first tests run
+
+
+def mark_slow_rows(items: list[pytest.Item], all_rows: bool) -> None:
+    """Mark the rows of a test as slow that its mark ``fast_rows`` does not name.
+
+    Args:
+        items: Tests.
+        all_rows: They include all rows of each test, so each name must be one of theirs.
+
+    Raises:
+        pytest.UsageError: A mark names a row that its test does not have.
+    """
+    missing: dict[str, set[str]] = {}
+    for item in items:
+        mark = item.get_closest_marker("fast_rows")
+        if mark is None:
+            continue
+        row = getattr(item, "callspec").id  # noqa: B009 - of a parametrised test
+        missing.setdefault(item.nodeid.removesuffix(f"[{row}]"), set(mark.args)).discard(row)
+        if row not in mark.args:
+            item.add_marker(pytest.mark.slow)
+    for name, rows in missing.items():
+        if rows and all_rows:
+            raise pytest.UsageError(f"{name}: the mark fast_rows names {sorted(rows)}, and the test has no such rows")
 
 
 def longest_first(items: list[pytest.Item]) -> None:

@@ -100,8 +100,8 @@ FAULTS: tuple[Fault, ...] = (
         "core/step/grad_norm.py",
         (
             "norm of this rank only",
-            "    if sharded:\n        collectives.all_reduce",
-            "    if not sharded:\n        collectives.all_reduce",
+            "    elif sharded:\n        collectives.all_reduce",
+            "    elif not sharded:\n        collectives.all_reduce",
             (NORM, MATRIX),
         ),
         (

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import textwrap
 from pathlib import Path
 
 from benchmarks.common.tables import ResultTable
@@ -50,7 +51,7 @@ def rows(contenders: list[Contender], arguments: argparse.Namespace, size: dict[
         for one in contenders:
             name = f"{length} tokens: {TITLES['one' if one is alone else one.package]}"
             if one.failed:
-                found.append([name, "does not run", one.failed, "", "", "", ""])
+                found.append([name, "does not run", textwrap.shorten(one.failed, 90), "", "", "", ""])
                 continue
             seconds = one.seconds[length]
             ratios = [mine / theirs for mine, theirs in zip(seconds, base.seconds[length], strict=True)]

@@ -54,12 +54,12 @@ def deepspeed_config(accelerator: Accelerator) -> dict[str, Any]:
 
 def build_optimizer(args: argparse.Namespace, accelerator: Accelerator, model: Any, steps: int) -> tuple[Any, Any]:
     """Return AdamW and schedule from the flags, or Accelerate's placeholders for those that the DeepSpeed configuration has."""
-    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": args.weight_decay}, {"params": [], "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [{"params": []}, {"params": [], "weight_decay": 0.0}]  # the first decays as the flag or the JSON says
     for name, parameter in model.named_parameters():
         groups[any(mark in name.lower() for mark in NO_DECAY)]["params"].append(parameter)
     held, ranks = deepspeed_config(accelerator).keys() & {"optimizer", "scheduler"}, accelerator.num_processes
     if not held:  # Accelerate advances the schedule once per rank and step
-        optimizer = torch.optim.AdamW(groups, lr=args.learning_rate)
+        optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, weight_decay=args.weight_decay)
         return optimizer, get_scheduler(args.lr_scheduler_type, optimizer, args.num_warmup_steps * ranks, steps * ranks)
     from accelerate.utils import DummyOptim, DummyScheduler  # exist if Accelerate finds DeepSpeed or hf_zero
 

@@ -16,7 +16,7 @@ from hf_zero import ZeroTrainingArguments
 from hf_zero.sequence_parallel.tiled import TiledFusedLogitsLoss, TiledMLP
 
 OUTPUT = "runs/minimal/long_sequences"
-LENGTH, TILE = 128, 4096  # tokens per sequence, tokens per tile
+LENGTH, TILE = 128, 1024  # tokens per sequence, tokens per tile
 BATCH = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
 
 

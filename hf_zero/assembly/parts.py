@@ -42,6 +42,7 @@ from hf_zero.core.step.trained_set import TrainedSet, TrainedUnits
 from hf_zero.core.units.grouping import leaf_module_names, mark_configured, modules_kept_unsharded
 from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.unit import Unit
+from hf_zero.errors import ConfigError
 from hf_zero.offload.policy import Offloading
 from hf_zero.onebit.step import step_kind
 
@@ -167,6 +168,11 @@ class PartsBuilder:
         config, progress = self.config, Progress()
         reports = reports_of(config, self.module, self.networks, runtime, units, optimizer, progress)
         checkpoints = EngineCheckpoints(policies.checkpoint_settings(config, optimizer is not None), self.collectives)
+        if checkpoints.rewinds is not None and self.topology.pipe is not None:
+            raise ConfigError("hf_zero.spike_action is rewind, and a pipeline does not go back to snapshots; use skip")
+        spikes = policies.spikes_of(config)
+        if spikes.compares:
+            reports.measures = (*reports.measures, spikes.measure)
         if checkpoints.snapshots is not None:
             reports.measures = (*reports.measures, checkpoints.remind_of_snapshots)
         held = chain(loose_tensors(self.module), holdings(units, optimizer))
@@ -188,7 +194,7 @@ class PartsBuilder:
             scheduler=scheduler,
             give_back=self.networks.give_back,
             long_waits=self._long_waits,
-            spikes=policies.norm_spikes(config) if optimizer is not None else None,
+            spikes=spikes,
             preemption=Preemption(policies.preemption_settings(config)),
             explain=_all_of(OutOfMemory(self.resolved, held, self.topology.device).explain, explain_types),
         )

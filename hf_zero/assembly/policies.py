@@ -18,7 +18,7 @@ from hf_zero.core.schedule.hops import GradientPolicy
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.loss_scale import LossScaler
 from hf_zero.core.step.precision import PrecisionPolicy
-from hf_zero.core.step.spikes import NormSpikes
+from hf_zero.core.step.spikes import Spikes
 from hf_zero.core.step.step import StepSettings
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -159,10 +159,10 @@ def step_settings(config: ZeroConfig, precision: PrecisionPolicy, stage: StagePo
     return StepSettings(max_norm, stage, precision.skips_overflow, wants_all)
 
 
-def norm_spikes(config: ZeroConfig) -> NormSpikes | None:
-    """Return the comparison of gradient norms with those before; None where it is off."""
+def spikes_of(config: ZeroConfig) -> Spikes:
+    """Return the comparison of gradient norms and losses with those before."""
     own = config.hf_zero
-    return NormSpikes(own.spike_factor, own.spike_action == "skip") if own.spike_factor else None
+    return Spikes(own.spike_action, own.spike_factor, own.loss_spike_factor)
 
 
 def unshard_limits(config: ZeroConfig, updates_overlap: bool) -> UnshardLimits:
@@ -191,6 +191,7 @@ def checkpoint_settings(config: ZeroConfig, trains: bool = True) -> CheckpointSe
         url=config.hf_zero.checkpoint_url or "",
         snapshot_steps=config.hf_zero.snapshot_steps if trains else 0,
         snapshot_folder=config.hf_zero.snapshot_folder or "",
+        rewinds=trains and config.hf_zero.spike_action == "rewind",
     )
 
 

@@ -15,8 +15,10 @@ from hf_zero.checkpoint.commit.background import Background
 from hf_zero.checkpoint.commit.trainer_folders import note_place
 from hf_zero.checkpoint.format.tp_shards import SavedTpShard
 from hf_zero.checkpoint.load import LoadRequest, load_averages, load_checkpoint
+from hf_zero.checkpoint.rewinds import Rewinds, Saved
 from hf_zero.checkpoint.save import SaveRequest, save_checkpoint
-from hf_zero.checkpoint.snapshots import Snapshots, folder_for, newest_in, unpack
+from hf_zero.checkpoint.snapshots import Snapshots, folder_for, newest_in, own_folder, unpack
+from hf_zero.checkpoint.state.beside import divided, joined, states_beside
 from hf_zero.checkpoint.state.training_state import TensorAxis, TrainingState
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
@@ -53,6 +55,7 @@ class CheckpointSettings:
         url: Place in an object store of what would go to local folders; empty for none.
         snapshot_steps: Optimizer steps between two snapshots in host memory; 0 for none.
         snapshot_folder: Folder that snapshots go to; empty for the system's shared memory.
+        rewinds: The engine goes back to saved states after spikes.
     """
 
     direct: bool
@@ -65,6 +68,7 @@ class CheckpointSettings:
     url: str = ""
     snapshot_steps: int = 0
     snapshot_folder: str = ""
+    rewinds: bool = False
 
 
 class EngineCheckpoints:
@@ -77,11 +81,13 @@ class EngineCheckpoints:
     Attributes:
         background: Writer beside the training loop; None when nothing is written in the background.
         snapshots: Snapshots in host memory; None when there are none.
+        rewinds: Ways back to saved states; None when the engine does not go back.
     """
 
     def __init__(self, settings: CheckpointSettings, collectives: Collectives) -> None:
         self._settings = settings
         self._collectives = collectives
+        self.rewinds = Rewinds() if settings.rewinds and not collectives.pretended else None
         self.background: Background | None = None
         self._store: ObjectPath | None = None
         if settings.url:
@@ -102,14 +108,18 @@ class EngineCheckpoints:
         self.snapshots = self._open_snapshots() if settings.snapshot_steps and not collectives.pretended else None
 
     def _open_snapshots(self) -> Snapshots | None:
-        net, folder = self.everyone(), folder_for(self._settings.snapshot_folder)
-        if net.any_rank(folder is None, "snapshots") or folder is None:
+        net, base = self.everyone(), self._settings.snapshot_folder
+        folder, waits = folder_for(base), self.rewinds is not None
+        outlives = not net.any_rank(folder is None, "snapshots")
+        if not (outlives or waits):
             warn_once(
                 "hf_zero.snapshot_steps is set, but no launcher would start these ranks again, so no snapshot is taken. Start them with "
                 "torchrun --max-restarts 3 or accelerate launch --max_restarts 3"
             )
             return None
-        return Snapshots(self._settings.snapshot_steps, folder, net, group_timeout(self._collectives.topology).total_seconds())
+        place = folder if outlives and folder is not None else own_folder(base, net)
+        timeout = group_timeout(self._collectives.topology).total_seconds()
+        return Snapshots(self._settings.snapshot_steps, place, net, timeout, waits, outlives)
 
     def save(
         self, engine: Engine, save_dir: str | os.PathLike[str], tag: Any, client_state: Mapping[str, Any], latest: bool, trained: bool
@@ -125,7 +135,7 @@ class EngineCheckpoints:
             request = SaveRequest(
                 self._place(save_dir, "save_dir"),
                 str(tag) if tag is not None else f"global_step{engine.progress.global_steps}",
-                client_state,
+                client_state if self.rewinds is None else joined(client_state, self.rewinds.states_beside(engine, self.everyone().world)),
                 latest,
                 trained,
                 settings.direct,
@@ -141,6 +151,8 @@ class EngineCheckpoints:
         if isinstance(folder, ObjectPath) and self._store is not None and not is_url(save_dir):
             what = f"noting in {save_dir} that its checkpoint is in {folder.parent}"
             agreement.quickly(self.everyone(), what, lambda: _note(Path(save_dir), folder))
+        if self.rewinds is not None:
+            self.rewinds.saved(Saved(engine.progress.global_steps, raw(folder), node_local=settings.node_local))
         if latest and not trained:
             engine.progress.saved_at = engine.progress.global_steps
         how = "saved to"
@@ -162,11 +174,15 @@ class EngineCheckpoints:
         if not snapshots.is_ready(net):
             return False
 
-        def ask() -> TrainingState:
+        def ask() -> tuple[TrainingState, dict[str, Any]]:
             WrittenValues(engine.units, self._collectives.data, engine.runtime.idle).agree(self._collectives.data)
-            return self.state_of(engine)
+            objects = self.rewinds.objects_of(engine) if self.rewinds is not None else []
+            return self.state_of(engine), states_beside(objects, self._collectives.topology.device, net.world)
 
-        snapshots.take(self._agreed("snapshot()", ask), client_state(), self._settings.pickle_client_state)
+        state, beside = self._agreed("snapshot()", ask)
+        snapshots.take(state, client_state(), beside, self._settings.pickle_client_state)
+        if self.rewinds is not None:
+            self.rewinds.saved(None)
         logger.debug("snapshot of step %d copied (%.3f s)", engine.progress.global_steps, time.monotonic() - start)
         return True
 
@@ -198,6 +214,7 @@ class EngineCheckpoints:
                 node_local=settings.node_local,
                 may_unpickle=settings.pickle_client_state,
                 else_from=_folder(load_dir, "load_dir") if self._store is not None else "",
+                folder="",
                 **wanted,
             )
             return request, self.state_of(engine)
@@ -208,8 +225,13 @@ class EngineCheckpoints:
         loaded = load_checkpoint(state, snapshot or request)
         if loaded is None:
             return None
+        given, beside = divided(loaded.client_state)
+        loaded, steps = replace(loaded, client_state=given), (loaded.counters or {}).get("global_steps", 0)
+        if self.rewinds is not None:
+            same = whole and snapshot is None and beside is not None
+            saved = Saved(steps, raw(loaded.path), request.strict, settings.node_local) if same else None
+            self.rewinds.loaded(saved, snapshot is not None)
         if self.snapshots is not None and whole:
-            steps = (loaded.counters or {}).get("global_steps", 0)
             self.snapshots.loaded((snapshot.tag or "") if snapshot is not None else "", steps)
             if snapshot is not None:
                 # Trainer restores them at the position of its data where they belong.
@@ -224,7 +246,7 @@ class EngineCheckpoints:
         log_rank0("checkpoint loaded from %s", loaded.path)
         has_states = request.optimizer_states and not request.module_only and custom is None
         engine.averages.loaded_from = raw(loaded.path) if has_states else ""
-        engine.averages.loaded_steps = (loaded.counters or {}).get("global_steps", 0)
+        engine.averages.loaded_steps = steps
         return Restored(raw(loaded.path), loaded.client_state, loaded.counters)
 
     def _newer_snapshot(self, request: LoadRequest, given: str | os.PathLike[str]) -> LoadRequest | None:
@@ -248,6 +270,19 @@ class EngineCheckpoints:
         return (
             None if tag is None else replace(request, load_dir=str(snapshots.folder), tag=tag, node_local=snapshots.on_nodes, else_from="")
         )
+
+    def rewind(self, engine: Engine) -> None:
+        """Take ``engine`` back to the newest saved state after a spike; see ``rewinds.Rewinds.go_back``. Collective."""
+        if self.rewinds is None:
+            return
+        self.wait()
+
+        def ask() -> TrainingState:
+            WrittenValues(engine.units, self._collectives.data, engine.runtime.idle).agree(self._collectives.data)
+            return self.state_of(engine)
+
+        state = self._agreed("going back after a spike", ask)
+        self.rewinds.go_back(engine, state, self.snapshots, self._settings.pickle_client_state)
 
     def load_averages(self, engine: Engine, folder: str, averages: AveragedWeights) -> None:
         """Reads averages that were made after ``folder`` was loaded; see ``load.load_averages``."""
@@ -295,7 +330,7 @@ class EngineCheckpoints:
                 "micro_steps": engine.accumulation.micro_steps,
             },
             averages=[kept for kept in engine.averages.kept.values() if isinstance(kept, AveragedWeights)],
-            spikes=engine.spikes,
+            spikes=engine.spikes if engine.spikes.compares else None,
         )
 
     def _agreed(self, what: str, ask: Callable[[], T]) -> T:

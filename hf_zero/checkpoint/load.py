@@ -54,6 +54,7 @@ class LoadRequest:
         node_local: Every node has a disk of its own, and ``load_dir`` is this rank's.
         may_unpickle: Read pickled values of the client state.
         else_from: Local folder that is looked at where ``load_dir``, in an object store, has none; empty for no such folder.
+        folder: The complete checkpoint itself; if it is not empty, nothing is looked for.
     """
 
     load_dir: str
@@ -67,6 +68,7 @@ class LoadRequest:
     node_local: bool = False
     may_unpickle: bool = False
     else_from: str = ""
+    folder: str = ""
 
 
 def load_checkpoint(state: TrainingState, request: LoadRequest) -> Loaded | None:
@@ -91,7 +93,7 @@ def load_checkpoint(state: TrainingState, request: LoadRequest) -> Loaded | None
                 raise CheckpointError(
                     f"{what}: checkpoint.use_node_local_storage is true, and every node reaches this place; set it to false"
                 )
-            here = node_local.find(net, what, place, request.tag)
+            here = Path(request.folder) if request.folder else node_local.find(net, what, place, request.tag)
             found = (raw(here), "") if here is not None else None
         else:
             found = agreement.on_first(net, what, lambda: _find(request))
@@ -154,7 +156,10 @@ def _find(request: LoadRequest) -> tuple[str, str] | None:
     load_dir = place_of(request.load_dir)
     if request.else_from and not folders.complete_ones(load_dir) and folders.complete_ones(Path(request.else_from)):
         load_dir = Path(request.else_from)  # saved before there was a URL
-    folder = folders.find(load_dir, request.tag) if request.tag is not None else folders.find_latest(load_dir)
+    if request.folder:
+        folder = folders.files_of(place_of(request.folder))
+    else:
+        folder = folders.find(load_dir, request.tag) if request.tag is not None else folders.find_latest(load_dir)
     if folder is None:
         return None
     text = folders.read_index(folder)

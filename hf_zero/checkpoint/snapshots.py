@@ -26,7 +26,7 @@ from hf_zero.checkpoint.files.tensor_reader import RangeReader
 from hf_zero.checkpoint.format.index import Index
 from hf_zero.checkpoint.format.names import INDEX_FILE, MARKER_FILE
 from hf_zero.checkpoint.save import SaveRequest, save_checkpoint
-from hf_zero.checkpoint.state.random_generators import generator_states, restore_generators
+from hf_zero.checkpoint.state.random_generators import restore_generators
 from hf_zero.checkpoint.state.training_state import TrainingState
 from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import CheckpointError, ConfigError
@@ -50,7 +50,27 @@ def folder_for(base: str) -> Path | None:
     launcher = Process.launcher()
     if launcher is None or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         return None
-    return launcher_folders.folder_of(launcher, Path(base).absolute() if base else launcher_folders.HOST_MEMORY) / str(_made + 1)
+    return _folder(launcher, base)
+
+
+def own_folder(base: str, net: Collectives) -> Path:
+    """Return the folder of the snapshots of the next training of ranks that no launcher would start again; collective.
+
+    It belongs to the first rank of each node in place of the launcher's process, so the next run of the user removes what it leaves.
+
+    Args:
+        base: Folder from the configuration; empty for the system's shared memory.
+        net: All ranks.
+    """
+    own = Process.own()
+    found = [Process.of_json(one) for one in agreement.on_all(net, "naming the folder of snapshots", own.as_json)]
+    boot = own.started[:8]  # machines may have one name
+    first = next(one for one in found if one is not None and (one.place, one.started[:8]) == (own.place, boot))
+    return _folder(first, base)
+
+
+def _folder(owner: Process, base: str) -> Path:
+    return launcher_folders.folder_of(owner, Path(base).absolute() if base else launcher_folders.HOST_MEMORY) / str(_made + 1)
 
 
 def newest_in(folder: Path, net: Collectives, least_steps: int) -> str | None:
@@ -102,6 +122,8 @@ class Snapshots:
         folder: Folder of this training's snapshots, see ``folder_for``.
         net: All ranks that save together.
         timeout: Seconds without progress after which rank 0 stops waiting for another rank's files.
+        waits: A snapshot waits for the one before it, in place of being left out.
+        outlives: A launcher starts the ranks again after a failure, so snapshots stay then.
 
     Attributes:
         folder: See the argument.
@@ -110,7 +132,7 @@ class Snapshots:
         ConfigError: Another engine of this process takes snapshots, which would be of other steps.
     """
 
-    def __init__(self, every: int, folder: Path, net: Collectives, timeout: float) -> None:
+    def __init__(self, every: int, folder: Path, net: Collectives, timeout: float, waits: bool = False, outlives: bool = True) -> None:
         global _made
         if _others():
             gc.collect()  # an engine that was dropped
@@ -121,12 +143,13 @@ class Snapshots:
             )
         _made += 1
         self.folder = folder
-        self._every = every
+        self._every, self._waits, self._outlives = every, waits, outlives
         self._nodes = agreement.on_all(net, "comparing the nodes", lambda: folder.parent.name)
         self._rank = net.rank
         self._background = Background(net.rank, timeout, promised=False)
         self._looked_at = 0  # step at which ``take`` last decided
         self._asked = False  # whether the script asks for snapshots
+        self._wanted = False  # whether the next one is due whatever the step
         self._first = -1  # number of the first step of this process
         self._written = ""  # tag of the snapshot that was begun last
         self._kept = ""  # tag of the newest snapshot that all ranks know to be complete
@@ -151,15 +174,24 @@ class Snapshots:
         """Return whether the engine has taken an optimizer step in this process; the same on all ranks."""
         return self._first >= 0
 
+    @property
+    def kept(self) -> str:
+        """Return the tag of the newest snapshot that all ranks know to be complete; empty if there is none."""
+        return self._kept
+
     # -- taking --------------------------------------------------------------------------------------------------------
 
     def is_due(self, steps: int) -> bool:
         """Return whether a snapshot is to be taken now, ``steps`` optimizer steps after the start; the same on all ranks, once per step."""
         self._asked = True
-        due = steps > 0 and steps % self._every == 0 and steps != self._looked_at
+        due = steps > 0 and (steps % self._every == 0 or self._wanted) and steps != self._looked_at
         if due:
-            self._looked_at = steps
+            self._looked_at, self._wanted = steps, False
         return due
+
+    def want(self) -> None:
+        """Let a snapshot be due after this step; every rank calls it."""
+        self._wanted = True
 
     def remind(self, steps: int) -> None:
         """Record an optimizer step; warn once if the script takes no snapshots although the configuration requests them."""
@@ -177,7 +209,7 @@ class Snapshots:
         What cannot be taken is left out, with a warning, and training goes on.
         """
         busy, full = net.any_of([self._background.busy, self._bytes > _free(self.folder)], "snapshot")
-        if busy:
+        if busy and not self._waits:
             log_rank0("a snapshot is left out: the previous one is still being written. Raise hf_zero.snapshot_steps (%d)", self._every)
             return False
         self.finish(net)
@@ -206,8 +238,14 @@ class Snapshots:
                 own_files.remove_file(path / MARKER_FILE)  # first, so that it no longer counts as complete
                 own_files.remove_private(path)
 
-    def take(self, state: TrainingState, client_state: Mapping[str, Any], may_pickle: bool) -> None:
+    def take(self, state: TrainingState, client_state: Mapping[str, Any], beside: Mapping[str, Any], may_pickle: bool) -> None:
         """Copy the state; it is written in the background. Collective.
+
+        Args:
+            state: State to save.
+            client_state: Values of the caller on this rank.
+            beside: States of random generators and of objects of the script, see ``state/beside.py``.
+            may_pickle: Pickle values of the client state that nothing else can keep.
 
         Raises:
             CheckpointError: On every rank: the first snapshot finds no room, or a value cannot be saved.
@@ -218,8 +256,7 @@ class Snapshots:
         tag = f"global_step{state.counters['global_steps']}"
         kept = {
             "client_state": dict(client_state),
-            "random": generator_states(state.collectives.topology.device),
-            "ranks": net.world,
+            **beside,
             "files": sorted(contents_of(state, exclude_frozen=False).files),
         }
         request = SaveRequest(
@@ -273,7 +310,7 @@ class Snapshots:
         """Remove the snapshots, because the training has ended, unless an exception ends it; local."""
         self._background.close()
         _open[:] = _others_of(self)
-        if leads_node() and sys.exc_info()[0] is None:
+        if leads_node() and (sys.exc_info()[0] is None or not self._outlives):
             launcher_folders.remove(self.folder.parent, self.folder.name)
 
 
@@ -288,7 +325,7 @@ def _others_of(own: Snapshots) -> list[weakref.ref[Snapshots]]:
 def _close_at_end(snapshots: weakref.ref[Snapshots]) -> None:
     found = snapshots()
     failed = exit_status.ends_with_an_exception() or last_words.ends_with_a_status()
-    if found is not None and found in _others() and not failed:
+    if found is not None and found in _others() and not (failed and found._outlives):
         found.close()
 
 

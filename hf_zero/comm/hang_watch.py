@@ -37,6 +37,7 @@ _RANKS_PER_SECOND = 500  # polls of the store of rank 0 per second, at most
 _ANSWERS = 0.2  # seconds between two polls for answers
 _AGAIN = 5  # the next report of the same wait comes at this multiple of its time
 _STORE_SECONDS = 10.0
+_CALLS_IN_SUCCESSION = 3  # calls of the store that the thread may make before it sees that it shall end
 _MOST_CONNECTIONS = 400  # largest world in which each rank opens a second connection
 _NAMED = 8  # maximum number of ranks in a report with their places
 
@@ -169,7 +170,11 @@ class HangWatch(threading.Thread):
         return self.store is store and self.is_alive() and not self._over.is_set()
 
     def end(self, process: bool = False) -> None:
-        """End the thread; wait for it only for a moment, because the store may not answer.
+        """End the thread; wait for it only for a moment, because the store may not answer, unless the process ends.
+
+        [Note: a thread in the store at the end] A call of torch's stores that returns while the interpreter ends asks for Python's lock,
+        and Python then unwinds the thread's stack through C++ that allows no unwinding: the process ends with SIGABRT ("terminate called
+        without an active exception"), after a training that went well. So the end of the process waits for as long as such calls may take.
 
         Args:
             process: The process ends, too; the thread leaves that as its answer to later questions.
@@ -177,7 +182,7 @@ class HangWatch(threading.Thread):
         self._last_answer = process
         self._over.set()
         if self is not threading.current_thread():
-            self.join(1.0)
+            self.join(_CALLS_IN_SUCCESSION * _STORE_SECONDS if process else 1.0)
 
     def run(self) -> None:
         """Poll until no object requests it, the default group is destroyed, or the store does not answer."""

@@ -127,6 +127,7 @@ def check_values(data: dict[str, Any], problems: Problems) -> None:
     _check_quantization(data, problems)
     _check_replicas(data, problems)
     _check_passes(data.get("compile") or {}, problems)
+    _check_rewind(data, problems)
     bucket = data.get("zero_optimization", {}).get("allgather_bucket_size", 0)
     if stage in (1, 2) and bucket % _ALIGNMENT:
         # DeepSpeed's sentence, complete and last: scripts search for it in the error, which pytest cuts in the middle.
@@ -168,6 +169,22 @@ def _check_passes(section: dict[str, Any], problems: Problems) -> None:
     for name in section.get("passes") or () if section.get("deepcompile") else ():
         if name in homes:
             problems.refuse("compile.passes", name, f"no pass of a compiler divides a model here: set `{homes[name]}`")
+
+
+def _check_rewind(data: dict[str, Any], problems: Problems) -> None:
+    """Check the keys that `hf_zero.spike_action` "rewind" needs, and refuse it for pipelines."""
+    own, key = data.get("hf_zero", {}), "hf_zero.spike_action"
+    if own.get("spike_action") != "rewind":
+        return
+    if not own.get("snapshot_steps"):
+        text = "is 'rewind' and `hf_zero.snapshot_steps` is 0, so there is nothing to go back to; set that to a number of steps, such as 50"
+        problems.error(key, text)
+    if not (own.get("spike_factor") or own.get("loss_spike_factor")):
+        text = "is 'rewind', and `hf_zero.spike_factor` and `hf_zero.loss_spike_factor` are 0, so nothing is a spike; set one of them"
+        problems.error(key, text)
+    stages = (data.get("pipeline") or {}).get("stages")
+    if isinstance(stages, int) and stages > 1:
+        problems.refuse(key, "rewind", f"and `pipeline.stages` is {stages}: a pipeline does not go back to snapshots; use skip")
 
 
 def _check_shard_group(zero: dict[str, Any], inside: int | str | None, problems: Problems) -> None:
@@ -235,6 +252,7 @@ def _check_replicas(data: dict[str, Any], problems: Problems) -> None:
         "zero_optimization.zero_quantized_gradients": zero.get("zero_quantized_gradients", False),
         "hf_zero.param_shard_size": own.get("param_shard_size") is not None,
         "hf_zero.snapshot_steps": own.get("snapshot_steps", 0) > 0,
+        "hf_zero.loss_spike_factor": (own.get("loss_spike_factor") or 0) > 0,  # each group has a loss of its own
         "hf_zero.context_parallel_size": (own.get("context_parallel_size") or 1) > 1,
         "sequence_parallel_size": (data.get("sequence_parallel_size") or 1) > 1,
         "tensor_parallel.autotp_size": ((data.get("tensor_parallel") or {}).get("autotp_size") or 1) > 1,

@@ -15,6 +15,7 @@ from hf_zero.core.engine_parts import AppliedAverages, EngineParts, RunAgain, st
 from hf_zero.core.offloaded_states import OffloadedStates
 from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.schedule.torch_internals import recompile_limit
+from hf_zero.core.step.precision import cast_floating
 from hf_zero.core.step.written import drop_gradients
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.observe import warn_once
@@ -23,6 +24,7 @@ from hf_zero.observe import warn_once
 on_build: list[Callable[[Engine], None]] = []  # the engine is complete
 on_destroy: list[Callable[[Engine], None]] = []  # it is about to free what it trained with
 on_preempted: list[Callable[[Engine], None]] = []  # after a step at which the ranks have agreed that a signal asks them to end
+go_back_too: list[Callable[[Engine], Sequence[Any]]] = []  # objects with a state that a rewind takes back with an engine
 reasons_to_wait: list[Callable[[], str]] = []  # why a checkpoint must be complete before its save returns; "" where it need not
 
 _running_scales: list[float] = []  # loss scales of the ``Engine.backward`` calls that run now, innermost last
@@ -146,6 +148,7 @@ class Engine(nn.Module):
         if scale_wrt_gas and self.accumulation.steps > 1:
             loss = loss / self.accumulation.steps
         self.progress.last_loss = loss.detach()
+        self.spikes.add_loss(loss)
         scale = self.scaler.scale
         scaled = loss if scale == 1.0 else loss.float() * scale
         with self.clock.phase("backward"):
@@ -177,6 +180,7 @@ class Engine(nn.Module):
         if loss.numel() != 1:
             raise StateError(f"scale() takes the loss, a scalar tensor, not one of shape {tuple(loss.shape)}: sum it up, or take the mean")
         self.progress.last_loss = loss.detach()
+        self.spikes.add_loss(loss, self.accumulation.steps)
         self._scaled_by_user = True
         return loss if self.scaler.scale == 1.0 else loss.float() * self.scaler.scale
 
@@ -195,6 +199,8 @@ class Engine(nn.Module):
         """
         self._require_optimizer("a backward of its module")
         scale, scaled, self._scaled_by_user = self.scaler.scale, self._scaled_by_user, False
+        if not scaled:
+            self.spikes.add_loss(None)
         if _running_scales:
             self._begin_micro_step(scale / _running_scales[-1])
             return
@@ -228,17 +234,21 @@ class Engine(nn.Module):
         self.stepper.reducer.shown.replaced = False  # type: ignore[union-attr]
         if not self.accumulation.step_called():
             return
+        progress, samples = self.progress, self.accumulation.samples_of_step(self.samples_per_step)
         with self.clock.phase("step"):
             try:
-                result = self.stepper.take(self._skips if self.spikes is not None else None)  # type: ignore[union-attr]
+                watch = self.spikes.watch(progress.global_steps, progress.global_samples, samples)
+                result = self.stepper.take(watch)  # type: ignore[union-attr]
             except Exception as error:
                 self._explain(self, error, "step")
                 self.accumulation.refused()
                 raise
         self.accumulation.stepped()
-        progress, samples = self.progress, self.samples_per_step * result.groups
-        if result.groups:
+        samples *= result.groups
+        if result.groups:  # if not, another replica group has taken the step, and this one has received the state after it
             progress.count_step(samples, result.norm, result.skipped)
+            if self.spikes.asks_to_rewind(progress.global_steps):
+                self.checkpoints.rewind(self)
             if self.lr_scheduler is not None and not result.skipped:
                 step_schedule(self.lr_scheduler, lr_kwargs, samples)
         offloaded = self.optimizer.offloaded() if self.clock.memory else {}
@@ -248,12 +258,6 @@ class Engine(nn.Module):
             self.preemption.agree(result.signal)
             for hook in on_preempted:
                 hook(self)
-
-    def _skips(self, norm: torch.Tensor) -> bool:
-        """Return whether the update of the coming step is skipped because its gradient norm is a spike."""
-        spikes, begin = self.spikes, self.progress.global_samples
-        found = spikes is not None and spikes.found(float(norm), self.progress.global_steps + 1, (begin, begin + self.samples_per_step))
-        return found and spikes.skips  # type: ignore[union-attr]
 
     def _begin_written(self) -> None:
         """Begin a micro-step without a backward if the script has written gradients. Collective.
@@ -315,10 +319,12 @@ class Engine(nn.Module):
             self.stepper.reducer.clear()
             self.stepper.trained.forget_waiting()
             self.accumulation.discarded()
+            self.spikes.forget_loss()
 
     def _broke_off(self) -> None:
         """Record that a backward failed with an error: the gradients since the last optimizer step are lost; local."""
         self.accumulation.broke_off()
+        self.spikes.forget_loss()
         if self.stepper is not None:
             self.stepper.trained.forget_waiting()
 
@@ -485,14 +491,3 @@ class Engine(nn.Module):
                 "engine. Put the models that share them into one module with one engine, whose forward runs both, and add up the "
                 "losses; or leave them out of the optimizer of one of the two engines"
             )
-
-
-def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """Return ``value`` with its floating-point tensors in ``dtype``; named tuples stay as they are, which torch's pytree would open."""
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, Mapping):
-        return type(value)({key: cast_floating(item, dtype) for key, item in value.items()})  # type: ignore[call-arg]
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(cast_floating(item, dtype) for item in value)
-    return value

@@ -23,7 +23,7 @@ from hf_zero.core.step.accumulation import Accumulation
 from hf_zero.core.step.loss_scale import LossScaler
 from hf_zero.core.step.precision import PrecisionPolicy
 from hf_zero.core.step.progress import Clock, Progress, Reports
-from hf_zero.core.step.spikes import NormSpikes
+from hf_zero.core.step.spikes import Spikes
 from hf_zero.core.step.step import Stepper
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import StateError
@@ -48,6 +48,10 @@ class Checkpoints(Protocol):
     """Interface that writes and reads the checkpoints of an engine."""
 
     @property
+    def rewinds(self) -> Any:
+        """Return the ways back to saved states; None if the engine does not go back."""
+
+    @property
     def snapshot_folder(self) -> str | None:
         """Return the folder of the snapshots in host memory; None if none are taken."""
 
@@ -63,6 +67,9 @@ class Checkpoints(Protocol):
         self, engine: Any, load_dir: str | os.PathLike[str], tag: Any, custom: Callable[..., Any] | None, **wanted: bool
     ) -> Restored | None:
         """Read a checkpoint into the engine's parts; return None when no tag is given and there is no ``latest``. Collective."""
+
+    def rewind(self, engine: Any) -> None:
+        """Take the engine back to the newest state that was saved, if there is one; collective."""
 
     def load_averages(self, engine: Any, folder: str, averages: Any) -> None:
         """Read a checkpoint's averages of weights into ``averages``, created after the load, if the checkpoint has them; collective."""
@@ -95,7 +102,7 @@ class EngineParts:
         stepper: Takes the optimizer steps; None for an engine that only runs forward.
         scheduler: Learning rate schedule that the engine steps; None when the caller steps a scheduler itself.
         give_back: Releases the process groups that only training needs; every rank calls it.
-        spikes: Recognizes gradient norms far above earlier ones; None if the configuration does not request it.
+        spikes: Recognizes steps whose gradient norm or loss is far above earlier ones.
         preemption: Signals that ask the ranks to end.
         long_waits: Reports long waits of this rank.
         explain: Called with the engine, an error and the phase that failed (forward, backward or step), while the tensors of that phase
@@ -119,7 +126,7 @@ class EngineParts:
     scheduler: Any = None
     give_back: Callable[[], None] | None = None
     long_waits: LongWaits = field(default_factory=lambda: LongWaits(0))
-    spikes: NormSpikes | None = None
+    spikes: Spikes = field(default_factory=lambda: Spikes("log", 0.0))
     preemption: Preemption = field(default_factory=lambda: Preemption(PreemptionSettings(number=0)))
     explain: Callable[[Any, BaseException, str], None] = lambda _engine, _error, _phase: None
 

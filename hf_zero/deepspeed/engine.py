@@ -166,6 +166,7 @@ class Engine(ConfiguredEngine):
 
     snapshot = requests.snapshot
     load_snapshot = requests.load_snapshot
+    rewind_also = requests.rewind_also
 
     # -- life -------------------------------------------------------------------------------------------------------------
 

@@ -56,6 +56,27 @@ def load_snapshot(engine: ConfiguredEngine) -> tuple[str | None, dict[str, Any] 
     return (None, None) if folder is None else engine.load_checkpoint(folder)
 
 
+def rewind_also(engine: ConfiguredEngine, *objects: Any) -> None:
+    """Register schedulers, and other objects of the script, that go back together with the engine (``hf_zero.spike_action: "rewind"``).
+
+    Schedulers that the engine steps, and those of Trainer or ``accelerator.prepare``, go back without it. Without ``rewind`` it changes
+    nothing.
+
+    Args:
+        engine: The engine.
+        *objects: Objects with ``state_dict`` and ``load_state_dict``, the same on every rank; registered before the first step.
+
+    Raises:
+        TypeError: An object lacks one of these methods.
+    """
+    for one in objects:
+        if not (callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None))):
+            raise TypeError(f"rewind_also() takes objects with state_dict() and load_state_dict(), not {type(one).__name__}")
+    rewinds = engine.checkpoints.rewinds
+    if rewinds is not None:
+        rewinds.objects += objects
+
+
 def empty_partition_cache(engine: ConfiguredEngine) -> None:
     """Reshard parameters that stay gathered between forwards; small parameters that always stay gathered are kept."""
     engine.runtime.reshard_for_update()

@@ -22,6 +22,7 @@ from hf_zero.integrations.metrics_once import count_samples_once
 from hf_zero.integrations.parallelism import claims_of_accelerate, require_divided
 from hf_zero.integrations.preemption import listen_where_wanted, save_by_itself
 from hf_zero.integrations.saves import keeps_too_few, stand_before_saves
+from hf_zero.integrations.trainer_snapshots import note_accelerator, schedulers_of
 
 _CHECKPOINTS_WITH = "_gradient_checkpointing_func"  # attribute of a layer: the function that checkpoints its forward
 _OFFLOADING = "_activation_checkpointing_enable.<locals>.checkpoint_func"
@@ -104,9 +105,11 @@ def _autos(node: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 
 __all__ = ["initialize"]
 
-engine.on_build += [require_divided, stand_before_saves, count_samples_once, listen_where_wanted, serve_offload, count_steps_of_groups]
+engine.on_build += [require_divided, stand_before_saves, count_samples_once, listen_where_wanted, serve_offload]
+engine.on_build += [note_accelerator, count_steps_of_groups]
 engine.on_preempted.append(save_by_itself)
 engine.on_destroy.append(let_go)
 engine.reasons_to_wait.append(keeps_too_few)
+engine.go_back_too.append(schedulers_of)
 mesh.sources.append(claims_of_accelerate)
 apply.tables.append(dispatch_in_table)

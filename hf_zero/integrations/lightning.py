@@ -98,7 +98,14 @@ class ZeroStrategy(_ZeroArguments, _Trainer):
     strategy_name = "hf_zero"
 
     def setup_environment(self) -> None:
-        """Create the process group on any device; skip the check for CUDA of Lightning's DeepSpeed strategy."""
+        """Create the process group on any device; skip the check for CUDA of Lightning's DeepSpeed strategy.
+
+        Raises:
+            ConfigError: The configuration wants snapshots to go back to, and Lightning's Trainer takes none.
+        """
+        section = self.config.get("hf_zero")
+        if isinstance(section, Mapping) and str(section.get("spike_action")).lower() == "rewind":
+            raise ConfigError("hf_zero.spike_action is rewind, and Lightning's Trainer takes no snapshots to go back to; use skip")
         super(_Trainer, self).setup_environment()
 
     def setup_distributed(self) -> None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -57,47 +58,68 @@ _TYPES_OF = {  # key -> scheduler types that have it
 _IN_CODE = "_hf_zero_in_code"  # attribute of a plugin under construction: keys of its arguments
 _FILLED = "_hf_zero_filled"  # attribute of a plugin: keys that were "auto" until accelerate filled them
 
+_FOUND = "_hf_zero_found"  # attribute of a plugin: contradictions found so far, while they are collected
+_ABSENT = "_hf_zero_absent"  # attribute of a plugin: the 1 of gradient_accumulation_steps is neither the JSON's nor the script's
+_REMEDY = (
+    "Set one of the two: write \"auto\" for the key (or remove it) to use the script's value, or use the configuration's value in the "
+    "script"
+)
+
 _numbers: WeakKeyDictionary[ShardedOptimizer, float] = WeakKeyDictionary()  # the max_norm of the last clip_grad_norm_
 
 
-def make_plugin(method: Callable[..., Any], plugin: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace ``DeepSpeedPlugin.__post_init__``: check the configuration, and set a missing ``gradient_accumulation_steps`` to "auto".
+def make_plugin(method: Callable[..., None], plugin: Any, *args: Any, **kwargs: Any) -> None:
+    """Replace ``DeepSpeedPlugin.__post_init__``: check the configuration, and note that it has no ``gradient_accumulation_steps``.
+
+    accelerate writes 1 for the missing number, and scripts read it from the plugin; the Accelerator's number replaces it in ``fill_match``.
 
     Raises:
         ConfigError: The configuration has mistakes, or an argument contradicts it.
     """
     from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
+    absent = False
     source = plugin.hf_ds_config if plugin.hf_ds_config is not None else os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     if isinstance(source, (dict, HfDeepSpeedConfig)) or (isinstance(source, str) and source != "none"):
         plugin.hf_ds_config = source if isinstance(source, HfDeepSpeedConfig) else HfDeepSpeedConfig(source)
         if not hasattr(plugin.hf_ds_config, "mismatches"):  # TrainingArguments checks its own configuration
             check_plugin(plugin.hf_ds_config.config)
-        # accelerate would set 1, which would override the number of the Accelerator.
-        plugin.hf_ds_config.config.setdefault(ACCUMULATION, "auto")
+        config = plugin.hf_ds_config.config
+        if absent := ACCUMULATION not in config:
+            config[ACCUMULATION] = "auto"  # a number of the plugin's own argument fills it
     setattr(plugin, _IN_CODE, frozenset(key for name, key in _PLUGIN.items() if getattr(plugin, name) not in (None, "auto")))
     try:
-        return method(plugin, *args, **kwargs)
+        with _all_contradictions(plugin):
+            method(plugin, *args, **kwargs)
     finally:
         delattr(plugin, _IN_CODE)
+    if absent and plugin.get_value(ACCUMULATION) == "auto":
+        put(plugin.deepspeed_config, ACCUMULATION, 1)
+        setattr(plugin, _ABSENT, True)
 
 
 def fill_match(
     method: Callable[..., None], plugin: Any, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
 ) -> None:
-    """Replace ``DeepSpeedPlugin.fill_match``: raise if a value of the script contradicts the configuration's.
+    """Replace ``DeepSpeedPlugin.fill_match``: report a value of the script that contradicts the configuration's.
 
-    A key on "auto" that accelerate has no value for (``pipeline.micro_batches``) is left to hf_zero's resolver.
+    A key on "auto" that accelerate has no value for (``pipeline.micro_batches``) is left to hf_zero's resolver, except the rate or the
+    decay of an optimizer of which the other is given.
 
     Raises:
-        ConfigError: The two values differ; the message names both.
+        ValueError: One of these two is missing.
+        ConfigError: The two values differ, and nothing collects contradictions (``_all_contradictions``); the message names both.
     """
+    if ds_key_long == ACCUMULATION and plugin.__dict__.pop(_ABSENT, False):
+        put(plugin.deepspeed_config, ACCUMULATION, "auto")
     written = plugin.get_value(ds_key_long)
-    if ds_key_long not in kwargs and written == "auto":
+    half_given = ds_key_long.startswith(_OPTIMIZER) and any(key.startswith(_OPTIMIZER) for key in kwargs)
+    if ds_key_long not in kwargs and written == "auto" and not half_given:
         return
     trainers = callers.running(methods.TRAIN) if written == "auto" and ds_key_long == ACCUMULATION else []
     if trainers and ds_key_long in kwargs:  # Trainer accumulates by itself, and its Accelerator has 1
         kwargs[ds_key_long] = trainers[0].caller.args.gradient_accumulation_steps
+    known = len(mismatches or ())
     method(plugin, ds_key_long, mismatches, must_match, **kwargs)
     if ds_key_long == ACCUMULATION and not hasattr(plugin, _IN_CODE):
         _accumulate_as_configured(plugin.get_value(ACCUMULATION))
@@ -114,8 +136,34 @@ def fill_match(
     else:
         given, absent = _GIVEN.get(ds_key_long, ("", ()))
         given = "" if value in absent else given
-    if given:
+    if not given:
+        return
+    if mismatches is not None:
+        del mismatches[known:]  # accelerate's sentence about the same two values
+    if (found := plugin.__dict__.get(_FOUND)) is None:
         raise ConfigError(_contradiction(ds_key_long, written, given, value))
+    found.append(_both(ds_key_long, written, given, value))
+
+
+@contextmanager
+def _all_contradictions(plugin: Any) -> Iterator[None]:
+    """Collect the contradictions that ``fill_match`` finds in the body, and raise one error that lists them.
+
+    Raises:
+        ConfigError: Some were found; accelerate's own findings are listed with them.
+    """
+    found: list[str] = []
+    plugin.__dict__[_FOUND] = found
+    try:
+        yield
+    except ValueError as error:
+        if not found:
+            raise
+        found.append(str(error))
+    finally:
+        del plugin.__dict__[_FOUND]
+    if found:
+        raise ConfigError(f"{found[0]}. {_REMEDY}" if len(found) == 1 else "\n".join([*found, _REMEDY]))
 
 
 def _accumulate_as_configured(steps: Any) -> None:
@@ -137,7 +185,8 @@ def process_config(method: Callable[..., None], plugin: Any, prefix: str = "", *
         kind = plugin.get_value(f"{section}.type")
         if plugin.get_value(key) is None and kind in _TYPES_OF.get(key, (kind,)):
             put(plugin.deepspeed_config, key, value)
-    method(plugin, prefix, *args, **kwargs)
+    with nullcontext() if prefix else _all_contradictions(plugin):
+        method(plugin, prefix, *args, **kwargs)
 
 
 def require_own_batch(engine: Engine) -> None:
@@ -249,10 +298,11 @@ def _written_clipping(engine: Engine, plugin: Any) -> float | None:
 
 
 def _contradiction(key: str, written: Any, given: str, value: Any) -> str:
-    return (
-        f"{key} is {written!r} in the configuration, but {given} is {value!r}. Set one of the two: write "
-        f"\"auto\" for the key (or remove it) to use the script's value, or use the configuration's value in the script"
-    )
+    return f"{_both(key, written, given, value)}. {_REMEDY}"
+
+
+def _both(key: str, written: Any, given: str, value: Any) -> str:
+    return f"{key} is {written!r} in the configuration, but {given} is {value!r}"
 
 
 _OWN_OPTIMIZER = "_hf_zero_own_optimizer"  # attribute of a Trainer that was given an optimizer

@@ -4,6 +4,9 @@
 launcher has started the ranks again, ``Trainer.train`` finds a folder ``checkpoint-N`` beside the snapshots with the files that it reads
 from any checkpoint, made from the snapshot: its state, the random states, maybe a scheduler. The engine loads the snapshot itself. A
 checkpoint of the output folder that is newer than the snapshot stays the choice.
+
+After a spike an engine may go back to a snapshot (``checkpoint/rewinds.py``). Trainer's own state needs no change then, because the step
+counts like any step whose update was skipped; a scheduler that Trainer or accelerate steps goes back with the engine.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from hf_zero.checkpoint.snapshots import folder_for, newest_in
 from hf_zero.checkpoint.state.random_generators import generator_states, restore_generators
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.engine import Engine
+from hf_zero.integrations import callers, methods
 from hf_zero.observe import log_rank0
 from hf_zero.system import own_files
 from hf_zero.system.process import leads_node
@@ -80,6 +84,32 @@ def _state_of(trainer: Any) -> dict[str, Any]:
         "state": json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True) + "\n",
         "scheduler": trainer.lr_scheduler.state_dict() if own else None,
     }
+
+
+# -- going back -------------------------------------------------------------------------------------------------------
+
+_accelerators: weakref.WeakKeyDictionary[Engine, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+
+def note_accelerator(engine: Engine) -> None:
+    """Record the Accelerator whose ``prepare`` makes an engine; called when the engine is complete."""
+    for call in callers.running(methods.PREPARE):
+        _accelerators[engine] = weakref.ref(call.caller)
+
+
+def schedulers_of(engine: Engine) -> list[Any]:
+    """Return the schedulers of an engine's learning rate that Trainer or accelerate steps, without accelerate's wrappers."""
+    made = _accelerators.get(engine)
+    accelerator = made() if made is not None else None
+    found = list(getattr(accelerator, "_schedulers", ()))
+    found += [call.caller.lr_scheduler for call in callers.running(methods.TRAIN) if call.caller.model_wrapped is engine]
+    if not found:
+        return []
+    from accelerate.scheduler import AcceleratedScheduler
+    from accelerate.utils import DeepSpeedSchedulerWrapper
+
+    others = [one for one in found if one is not None and not isinstance(one, DeepSpeedSchedulerWrapper)]  # a wrapped one is the engine's
+    return [one.scheduler if isinstance(one, AcceleratedScheduler) else one for one in others]
 
 
 # -- going on ---------------------------------------------------------------------------------------------------------

@@ -37,11 +37,11 @@ class OneBitStepper(Stepper):
     def _compresses(self) -> bool:
         return isinstance(self.optimizer, OneBitSharded) and self.optimizer.compresses
 
-    def norm_of(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the norm of the gradients, still multiplied by the loss scale; collective."""
+    def norm_of(self, shards: Sequence[torch.Tensor], beside: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the norm of the gradients, still multiplied by the loss scale; collective. ``beside`` as in ``Stepper.norm_of``."""
         if not self._compresses:
-            return super().norm_of(shards)
-        return global_norm(shards, self.collectives, sharded=True) / math.sqrt(self.collectives.world)
+            return super().norm_of(shards, beside)
+        return global_norm(shards, self.collectives, sharded=True, beside=beside) / math.sqrt(self.collectives.world)
 
     def culprit_of(self, shards: Sequence[torch.Tensor]) -> str:
         """Return the name of the first parameter with a gradient that is not finite; collective."""

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from hf_zero.comm.collectives import Collectives
-from hf_zero.core.engine import Engine, cast_floating
+from hf_zero.core.engine import Engine
 from hf_zero.core.schedule.reducer import Reducer
+from hf_zero.core.step.precision import cast_floating
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from hf_zero.pipeline.forward import pipelined
 from hf_zero.pipeline.micro_batches import loss_of
@@ -142,6 +143,7 @@ def backward_of(engine: Engine, calls: Sequence[Mapping[str, Any]]) -> torch.Ten
     with whole_step(engine):
         loss = forward.train(batch, engine.scaler.scale / len(calls))
     engine.progress.last_loss = loss
+    engine.spikes.add_loss(loss)
     return loss
 
 

@@ -279,7 +279,8 @@ class ReplicaGroups:
         for shard, mean in zip(shards, means, strict=True):
             shard.copy_(mean)
         self._fresh = False
-        self._digest = _digest_of(members, self.engine.progress.global_steps, self._digest)
+        progress = self.engine.progress
+        self._digest = _digest_of(members, progress.global_steps, progress.skipped_steps, self._digest)
         if self._ahead:
             self.taken = self.shares.take(members, count)
             del self._read[:count]

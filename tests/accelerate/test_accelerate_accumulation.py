@@ -166,6 +166,7 @@ def _loops() -> None:
                     torch.testing.assert_close(_weights(loop.model), expected, rtol=0, atol=LIMITS["fp32"].weights)
 
 
+@pytest.mark.fast_rows("2")
 @pytest.mark.parametrize("world", [1, 2])
 def test_loops_that_accumulate_have_the_weights_of_ddp(world: int) -> None:
     ranks.run_ranks(_loops, world)

@@ -104,11 +104,24 @@ def test_users_steps_per_print_survives() -> None:
 
 
 def test_accumulation_left_out_of_the_json_is_the_accelerators() -> None:
-    """The stock plugin would write 1 and overrule `Accelerator(gradient_accumulation_steps=4)`."""
-    plugin = ZeroPlugin(JSON)
-    assert plugin.deepspeed_config["gradient_accumulation_steps"] == "auto"
-    plugin.fill_match("gradient_accumulation_steps", must_match=False, gradient_accumulation_steps=4)
-    assert plugin.get_value("gradient_accumulation_steps") == 4
+    """Without hf_zero the stock plugin's 1 would overrule `Accelerator(gradient_accumulation_steps=4)`."""
+    for plugin, before in ((ZeroPlugin(JSON), "auto"), (accelerate.utils.DeepSpeedPlugin(hf_ds_config=dict(JSON)), 1)):
+        assert plugin.deepspeed_config["gradient_accumulation_steps"] == before
+        for _ in range(2):
+            plugin.fill_match("gradient_accumulation_steps", must_match=False, gradient_accumulation_steps=4)
+            assert plugin.get_value("gradient_accumulation_steps") == 4
+
+
+def test_all_contradictions_of_a_script_are_one_error() -> None:
+    params = {"lr": 5e-5, "weight_decay": 0.01, "betas": [0.9, 0.99]}
+    plugin = accelerate.utils.DeepSpeedPlugin(hf_ds_config=JSON | {"optimizer": {"type": "AdamW", "params": params}, "train_batch_size": 6})
+    given = {"optimizer.params.lr": 1e-5, "optimizer.params.weight_decay": 0.1, "train_batch_size": 4}
+    with pytest.raises(ConfigError) as caught:
+        plugin.deepspeed_config_process(**given)
+    text = str(caught.value)
+    assert "optimizer.params.lr is 5e-05 in the configuration, but DummyOptim(lr) is 1e-05\n" in text
+    assert "optimizer.params.weight_decay is 0.01 in the configuration, but DummyOptim(weight_decay) is 0.1\n" in text
+    assert "train_batch_size=6" in text and text.count("Set one of the two") == 1
 
 
 def test_arguments_fill_gaps_and_autos_of_the_json() -> None:

@@ -44,6 +44,7 @@ def _full_disk(folder: str, failing: int) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
+@pytest.mark.fast_rows("0")
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_error_reaches_every_rank_at_the_next_save(tmp_path: Path, failing: int) -> None:
     answers = ranks.run_ranks(_full_disk, 2, str(tmp_path), failing)

@@ -207,6 +207,7 @@ def _trainer_rotates(models: Path, folder: Path, limit: int) -> list[str]:
         return watched.deleted
 
 
+@pytest.mark.fast_rows("2")
 @pytest.mark.parametrize("limit", [1, 2])
 def test_rotation_of_trainer_never_deletes_the_last_complete_checkpoint(limit: int, trainer_models: Path, tmp_path: Path) -> None:
     deleted, none = ranks.run_ranks(_trainer_rotates, 2, trainer_models, tmp_path, limit)

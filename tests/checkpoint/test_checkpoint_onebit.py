@@ -63,6 +63,7 @@ def _interrupted(folder: str, stage: int, dtype: str, saved_at: int) -> None:
 SLOW = [pytest.param(*run, marks=pytest.mark.slow) for run in ((0, "fp32", 5), (1, "fp32", 5), (1, "fp32", 3))]
 
 
+@pytest.mark.fast_rows("1-bf16-6")
 @pytest.mark.parametrize(("stage", "dtype", "saved_at"), [(1, "bf16", 6), (0, "fp32", 2), *SLOW])
 def test_resumed_run_is_the_uninterrupted_one(tmp_path: Path, stage: int, dtype: str, saved_at: int) -> None:
     """Saved in the compressed phase, in the warm-up, and on the step between them."""

@@ -212,6 +212,7 @@ def _custom(folder: str, stage: int) -> None:
     engine.destroy()
 
 
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_custom_load_function_sees_whole_tensors(tmp_path: Path, stage: int) -> None:
     ranks.run_ranks(_custom, 2, str(tmp_path), stage)
@@ -283,6 +284,7 @@ def _save_for_script(folder: str, stage: int, dtype: str) -> dict[str, Any]:
     return state
 
 
+@pytest.mark.fast_rows("0", "3")
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_zero_to_fp32_gives_the_masters(tmp_path: Path, stage: int) -> None:
     from hf_zero.checkpoint.zero_to_fp32 import (

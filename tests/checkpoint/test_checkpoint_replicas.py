@@ -44,6 +44,7 @@ def _interrupted(folder: str, stage: int, dtype: str, optimizer: Any, extra: dic
     engine.destroy()
 
 
+@pytest.mark.fast_rows("3-bf16")
 @pytest.mark.parametrize(("stage", "dtype"), [pytest.param(1, "fp32", marks=SLOW), (2, "fp16"), (3, "bf16")])
 def test_resumed_run_is_the_uninterrupted_one(tmp_path: Path, stage: int, dtype: str) -> None:
     ranks.run_ranks(_interrupted, 4, str(tmp_path), stage, dtype, torch.optim.AdamW, {})
@@ -53,6 +54,7 @@ def test_a_save_in_the_background(tmp_path: Path) -> None:
     ranks.run_ranks(_interrupted, 4, str(tmp_path), 3, "bf16", torch.optim.AdamW, IN_BACKGROUND)
 
 
+@pytest.mark.fast_rows("Adafactor")
 @pytest.mark.parametrize("optimizer", [RowScaled, torch.optim.Adafactor])
 def test_states_of_whole_tensors(tmp_path: Path, optimizer: Any) -> None:
     ranks.run_ranks(_whole_tensors, 4, str(tmp_path), optimizer)
@@ -100,6 +102,7 @@ def _load(folder: str, stage: int, size: int, expected: dict[str, Any]) -> list[
     return wrong
 
 
+@pytest.mark.fast_rows("before3-after3")
 @pytest.mark.parametrize(
     ("before", "after"),  # (ranks, stage, size of a shard group)
     [

@@ -87,6 +87,7 @@ def _load_at_all_stages(folder: str, dtype: str, expected: dict[str, Any]) -> li
 QUICK = {(0, 1, 2), (1, 2, 3), (2, 3, 2), (3, 2, 1)}  # stage that saves, ranks before and after
 
 
+@pytest.mark.fast_rows("1-2-3", "2-3-2")
 @pytest.mark.parametrize(
     ("stage", "before", "after"),
     [
@@ -331,6 +332,7 @@ def _between_tiers(folder: str, before: dict[str, Any], after: dict[str, Any]) -
     return wrong
 
 
+@pytest.mark.fast_rows("to a file")
 @pytest.mark.parametrize("turned", [False, True], ids=["to a file", "from a file"])
 def test_full_state_moves_between_tiers(tmp_path: Path, turned: bool) -> None:
     pair = [{}, {**_offloaded(str(tmp_path / "swap"), "nvme"), "checkpoint": {"writer": {"decoupled": True}}}]

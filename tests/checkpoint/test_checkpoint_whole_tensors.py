@@ -208,6 +208,7 @@ def _into_another(folder: str, saved: str, loaded: list[str], stage: int) -> lis
     return answers
 
 
+@pytest.mark.fast_rows("AdamW-loaded0-3")
 @pytest.mark.parametrize(
     ("saved", "loaded", "stage"),
     [

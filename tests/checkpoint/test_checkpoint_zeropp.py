@@ -36,6 +36,7 @@ def _interrupted(folder: str, stage: int, dtype: str) -> None:
     engine.destroy()
 
 
+@pytest.mark.fast_rows("3-bf16")
 @pytest.mark.parametrize(("stage", "dtype"), [(3, "bf16"), (1, "fp16")])
 def test_resumed_run_is_the_uninterrupted_one(tmp_path: Path, stage: int, dtype: str) -> None:
     ranks.run_ranks(_interrupted, 2, str(tmp_path), stage, dtype)
@@ -62,6 +63,7 @@ def _load(folder: str, quantized: bool) -> tuple[dict[str, Any], list[str]]:
     return state, kept
 
 
+@pytest.mark.fast_rows("3-True")
 @pytest.mark.parametrize(("world", "quantized"), [(3, True), (2, False)])
 def test_elsewhere_masters_are_exact_and_errors_start_from_zero(tmp_path: Path, world: int, quantized: bool) -> None:
     """At another number of ranks, and in an engine without ZeRO++."""

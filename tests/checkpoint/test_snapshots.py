@@ -38,6 +38,24 @@ def _reference(plan: dict[str, Any]) -> tuple[list[list[Any]], str]:
     return ranks.run_ranks(undisturbed, 2, plan["total"], plan["stage"], plan["dtype"], plan["extra"])[0]
 
 
+RESTARTED = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_MAX_RESTARTS": "3"}
+
+
+def test_a_trainer_goes_on_in_new_processes(tmp_path: Path, trainer_models: Path) -> None:
+    """End an attempt by ``sys.exit``; ranks of the pool that replace its ranks are children of the same process, as under a launcher."""
+    ended, whole = tmp_path / "ended", tmp_path / "whole"
+    for folder in (ended, whole):
+        folder.mkdir()
+    logs, last = ranks.run_ranks(train_trainer, 2, whole, trainer_models, None)[0]
+    kill = {"rank": 0, "step": 5, "exits": True}
+    outcomes = ranks.observe_ranks(train_trainer, 2, ended, trainer_models, kill, timeout=600.0, grace=1.0, env=RESTARTED)
+    assert "SystemExit: 3" in outcomes[0].text, outcomes
+    found, again = ranks.run_ranks(train_trainer, 2, ended, trainer_models, None, env=RESTARTED)[0]
+    assert again == {**last, "began": 4}, "from the snapshot, not from checkpoint-3"
+    assert repr(found) == repr(logs)
+
+
+@pytest.mark.slow  # the tests before and after have its parts, without torchrun
 def test_a_loop_and_a_trainer_go_on_after_kills(tmp_path: Path, trainer_models: Path) -> None:
     """Kill a rank inside a snapshot of a loop, then end one by ``sys.exit`` under the Trainer that the same script runs after it."""
     kills = [{"rank": 1, "label": "checkpoint_file", "of": 6}, {"rank": 0, "trainer": True, "step": 5, "exits": True}]
@@ -86,9 +104,6 @@ def test_random_kills(tmp_path: Path, stage: int, dtype: str, offload: bool) -> 
     assert [step for step, *_ in seen] == list(range(40))
     assert found[-1]["seen"] == seen and found[-1]["end"] == end, (kills, [one["began"] for one in found])
     assert list((tmp_path / "memory").iterdir()) == []
-
-
-RESTARTED = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_MAX_RESTARTS": "3"}
 
 
 def _engine(folder: Path, **extra: Any) -> Any:

@@ -97,6 +97,7 @@ def _compare(world: int, few: int, dtype: str) -> None:
         assert mine[0][2] and theirs[0][2], "the first engine makes groups"
 
 
+@pytest.mark.fast_rows("bfloat16")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_training_has_the_same_bits_on_both_sides_of_the_rule(dtype: str) -> None:
     _compare(4, 2, dtype)

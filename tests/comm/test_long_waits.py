@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -279,6 +280,31 @@ def test_a_store_that_has_gone_is_no_error_and_ends_the_thread(monkeypatch: pyte
         watch.join(processes.MOST_SECONDS)
     assert not watch.is_alive()
     assert len(lines) <= 1 and all(line.endswith("the process that keeps it has ended or hangs") for line in lines)
+
+
+class _Slow(dist.HashStore):
+    """As a store on a busy machine: a call takes longer than the end of a thread is waited for where the process goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called = threading.Event()
+
+    def add(self, key: str, amount: int) -> int:  # type: ignore[override]
+        self.called.set()
+        time.sleep(1.5)
+        return 0
+
+
+def test_a_process_does_not_end_while_the_thread_is_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, own, owner = dist.HashStore(), _Slow(), LongWaits(0)
+    monkeypatch.setattr(hang_watch, "default_store", lambda: store)
+    watch = HangWatch(store, own, 0, 2)
+    watch.owners[owner] = 0.01
+    watch.start()
+    assert own.called.wait(processes.MOST_SECONDS)
+    watch.end(process=True)
+    assert not watch.is_alive()
+    assert own.get("standing/0") == b"0 " + hang_watch.ENDED.encode()
 
 
 def test_a_store_nobody_listens_for_is_noticed_without_asking_it() -> None:

@@ -82,6 +82,7 @@ OWN_KEYS = {
     "hf_zero.expert_load_each",
     "hf_zero.gather_for_generation",
     "hf_zero.hang_report_s",
+    "hf_zero.loss_spike_factor",
     "hf_zero.offload_overlap",
     "hf_zero.param_shard_size",
     "hf_zero.peak_tflops",

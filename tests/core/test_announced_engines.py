@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ from torch import nn
 import hf_zero
 from hf_zero import observe
 from tests.support import ranks
-from tests.support.processes import REPO
+from tests.support.processes import REPO, run_forked
 
 _LINE = (
     r"DeepSpeed info: ZeRO stage {stage} of hf_zero {version} \([^)]*`import deepspeed`[^)]*\) on 2 rank\(s\), {rest} "
@@ -76,15 +73,18 @@ def test_each_engine_says_once_that_it_is_on() -> None:
     ranks.run_ranks(_announced, 2)
 
 
-def test_the_variable_alone_leaves_the_line_out() -> None:
+def test_the_variable_alone_leaves_the_line_out(tmp_path: Path) -> None:
+    """hf_zero reads the level when it is imported, here in forks of a process that has torch."""
     code = (
-        "from hf_zero import observe; observe.logger.setLevel('CRITICAL'); observe.logger.handlers[0].setLevel('ERROR'); "
-        "observe.announce('on')"
+        "import os; os.environ |= {{'HF_ZERO_LOG_LEVEL': {level!r}, 'RANK': '0'}}; from hf_zero import observe; "
+        "observe.logger.setLevel('CRITICAL'); observe.logger.handlers[0].setLevel('ERROR'); observe.announce('on')"
     )
-    for level, expected in (("", True), ("INFO", True), ("DEBUG", True), ("WARNING", False)):
-        env = {**os.environ, "HF_ZERO_LOG_LEVEL": level, "RANK": "0", "PYTHONPATH": str(REPO)}
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env, timeout=600)
-        assert ("[hf_zero] on" in done.stderr) == expected, (level, done.stderr)
+    levels = {"": True, "INFO": True, "DEBUG": True, "WARNING": False}
+    imports = "import torch; assert 'hf_zero.observe' not in sys.modules"
+    ended = run_forked({level or "none": code.format(level=level) for level in levels}, tmp_path, imports)
+    for level, expected in levels.items():
+        done = ended[level or "none"]
+        assert done.status == 0 and ("[hf_zero] on" in done.err) == expected, (level, done)
 
 
 def test_the_page_has_every_variable() -> None:

@@ -73,6 +73,7 @@ def _calls(blocks: int, zero: dict[str, Any]) -> int:
     return calls
 
 
+@pytest.mark.fast_rows("0", "2", "3-reshard")
 @pytest.mark.parametrize(
     "zero",
     [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, **RESHARD}, {"stage": 3, "stage3_max_live_parameters": 0}],

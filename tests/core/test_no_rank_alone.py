@@ -144,6 +144,7 @@ def _in_pieces(stage: int) -> None:
         check_training(InPieces, _counted_rows, _loss_in_pieces, run, label=f"{dtype} in pieces")
 
 
+@pytest.mark.fast_rows("1", "3")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_layer_that_ranks_recompute_in_different_numbers_of_pieces(stage: int) -> None:
     ranks.run_ranks(_in_pieces, 2, stage)
@@ -238,6 +239,7 @@ def _broken_backwards(stage: int) -> list[list[str]]:
     return said
 
 
+@pytest.mark.fast_rows("0", "3")
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_backward_that_breaks_off_on_one_rank_is_told_on_all(stage: int) -> None:
     others, broken = ranks.run_ranks(_broken_backwards, 2, stage)

@@ -88,6 +88,7 @@ def _configurations() -> None:
     assert "the configuration is read on rank 0, refused (" in text and "train_batch_size" not in text, text
 
 
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("world", [2, 3])
 def test_another_configuration_is_named_before_anybody_waits(world: int) -> None:
     ranks.run_ranks(_configurations, world)
@@ -119,6 +120,7 @@ def _optimizers() -> None:
         assert "betas of param group 0 is (0.9, 0.99) on" in found["betas"] and f"(0.9, 0.95) {named}" in found["betas"]
 
 
+@pytest.mark.fast_rows("2")
 @pytest.mark.parametrize("world", [2, 3])
 def test_another_optimizer_is_named(world: int) -> None:
     ranks.run_ranks(_optimizers, world)
@@ -151,6 +153,7 @@ def _boundaries() -> None:
             engine.destroy()
 
 
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_rate_that_changes_on_one_rank_ends_the_run(world: int) -> None:
     ranks.run_ranks(_boundaries, world)

@@ -93,6 +93,7 @@ def one_process(replicas: int) -> tuple[list[float], list[float], dict[str, Any]
 
 
 # ranks, stage, autoep_size, autotp_size
+@pytest.mark.fast_rows("4-3-2-2")
 @pytest.mark.parametrize(
     ("world", "stage", "experts", "tp"), [pytest.param(2, 1, 2, 1, marks=pytest.mark.slow), (2, 3, 2, 1), (4, 3, 2, 2)]
 )

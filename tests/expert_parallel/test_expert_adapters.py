@@ -54,6 +54,7 @@ def check_four() -> None:
     _check(GPT_OSS, Run(3), 4, **BOTH)
 
 
+@pytest.mark.slow  # `test_adapters_of_stacked_experts` trains the same adapters
 def test_adapters_of_experts_in_a_list() -> None:
     ranks.run_ranks(check_listed, 2)
 

@@ -60,6 +60,7 @@ def check_two_in_four() -> None:
 # ------------------------------------------------------------------------------------------------ whole tensors
 
 
+@pytest.mark.slow  # `test_checkpoint_experts.py` trains with LAMB
 def test_optimizers_of_whole_tensors() -> None:
     ranks.run_ranks(check_whole, 2, 2)
 

@@ -51,6 +51,7 @@ def check_copies() -> None:
 # ------------------------------------------------------------------------------------------------ ZeRO++
 
 
+@pytest.mark.slow  # `test_expert_combined.py` has codes beside experts, `test_parity_zeropp.py` codes
 def test_codes_of_split_layers() -> None:
     ranks.run_ranks(check_codes, 4)
 

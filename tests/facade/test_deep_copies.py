@@ -51,6 +51,7 @@ def _copy_of_an_engines_module(name: str, run: Run) -> None:
         check(trace, lambda follow=None: reference(case.build(), case.rows, case.forward, run, ranks.world(), follow), run, name)
 
 
+@pytest.mark.fast_rows("gpt2-device", "mlp-file")
 @pytest.mark.parametrize(("name", "place"), [("gpt2", "device"), ("albert", "device"), ("mlp", "host"), ("mlp", "file")])
 def test_a_copy_of_an_engines_module_trains_like_it(name: str, place: str, tmp_path: Path) -> None:
     """gpt2 has tied weights, albert a block that runs several times."""

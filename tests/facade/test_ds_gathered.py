@@ -240,6 +240,7 @@ def _averages(modifier_rank: int | None, who: list[int], threshold: int, folder:
     return text, all(torch.equal(now[name], 0.5 * trained[name] + 0.5 * start[name]) for name in start)
 
 
+@pytest.mark.fast_rows("None-who0-True-0", "None-who1-False-1000000", "None-who2-False-0", "0-who3-True-0", "1-who4-True-1000000")
 @pytest.mark.parametrize("threshold", [0, 10**6])
 @pytest.mark.parametrize(
     ("modifier_rank", "who", "kept"), [(None, [0, 1], True), (None, [0], False), (None, [1], False), (0, [0], True), (1, [0, 1], True)]

@@ -56,6 +56,7 @@ def _kept_inside(run: Run, inside: str) -> None:
     check_training(CASE.build, CASE.rows, _Kept(inside), run, micro_step=own_backward, label=inside)
 
 
+@pytest.mark.fast_rows("transformer.h.1.attn.c_attn", "transformer.ln_f")
 @pytest.mark.parametrize("inside", ["transformer.h.1.attn.c_attn", "transformer.h.0.mlp.c_fc", "transformer.h.1.mlp", "transformer.ln_f"])
 def test_a_loss_of_what_a_hook_has_kept_trains(inside: str) -> None:
     ranks.run_ranks(_kept_inside, 2, Run(3, accumulation=2, extra={"zero_optimization": TIGHT}), inside)
@@ -172,6 +173,7 @@ def _checkpointed(run: Run, reentrant: bool) -> None:
     check_training(build, case.rows, case.forward, run, micro_step=own_backward, label="recomputation")
 
 
+@pytest.mark.fast_rows("0-True", "3-False")
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
 def test_recomputed_blocks_in_a_backward_of_the_user(stage: int, reentrant: bool) -> None:
@@ -268,6 +270,7 @@ def _two_engines(run: Run, how: str) -> None:
         check_bitwise(*(train(each, CASE.rows, CASE.forward, Run(steps=0)) for each in (engine, single)), label=how)
 
 
+@pytest.mark.fast_rows("run0-own", "run2-engine")
 @pytest.mark.parametrize(
     ("run", "how"), [(Run(2, accumulation=2), "own"), (Run(3), "own"), (Run(3, accumulation=2), "engine"), (Run(1, "fp16"), "engine")]
 )

@@ -161,6 +161,7 @@ def _all() -> None:
         test()
 
 
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("world", [2, 3])
 def test_all_else_is_as_with_the_whole_layer(world: int) -> None:
     ranks.run_ranks(_all, world)

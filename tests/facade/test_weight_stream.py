@@ -55,6 +55,7 @@ def _follows_training() -> None:
         engine.destroy()
 
 
+@pytest.mark.fast_rows("2")
 @pytest.mark.parametrize("world", [1, 2])
 def test_weights_of_a_model_in_training(world: int) -> None:
     ranks.run_ranks(_follows_training, world)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 
 import pytest
 
@@ -38,13 +39,19 @@ SHORT = {
 
 
 @functools.cache
+def files() -> dict[str, str]:
+    """Return the sources of the tests by path."""
+    return {path.relative_to(REPO).as_posix(): path.read_text(encoding="utf-8") for path in sorted((REPO / "tests").rglob("*.py"))}
+
+
+@functools.cache
 def functions() -> dict[str, ast.AST]:
     """Return all functions of the tests, by file and name, methods and nested ones too."""
     found: dict[str, ast.AST] = {}
-    for path in sorted((REPO / "tests").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path, text in files().items():
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                name = f"{path.relative_to(REPO).as_posix()}: {node.name}"
+                name = f"{path}: {node.name}"
                 while name in found:
                     name += " again"
                 found[name] = node
@@ -91,7 +98,9 @@ def short_limits(function: ast.AST) -> list[int]:
 
 
 def test_no_assert_compares_a_measured_time() -> None:
-    found = {name: lines for name, function in functions().items() if (lines := measured_asserts(function))}
+    timed = {path for path, text in files().items() if re.search(r"\btime\.|monotonic|perf_counter|process_time|thread_time|time_ns", text)}
+    read = {name: function for name, function in functions().items() if name.partition(": ")[0] in timed}
+    found = {name: lines for name, function in read.items() if (lines := measured_asserts(function))}
     assert found.keys() == MEASURES.keys(), f"wait for an event, count, or move a clock of your own: {found}"
 
 

@@ -99,6 +99,7 @@ def test_names_in_a_checkpoint_can_be_printed(tmp_path: Path) -> None:
     assert not hostile(str(ours.value)) and not hostile(str(script.value))
 
 
+@pytest.mark.fast_rows("\\x1b[2J")
 @pytest.mark.parametrize("level", ["verbose", "INF0", "\x1b[2J"])
 def test_a_level_of_the_log_that_is_none_is_said_in_a_line(level: str) -> None:
     env = {**environment(), "HF_ZERO_LOG_LEVEL": level, "PYTHONPATH": str(REPO)}

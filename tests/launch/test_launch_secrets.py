@@ -68,6 +68,7 @@ def hosts(launcher: str) -> list[str]:
     return [] if "without" in launcher else ["--hostfile", "hosts"]
 
 
+@pytest.mark.fast_rows("openmpi", "slurm", "standard", "pdsh")
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_secrets_travel_in_the_environment_only(launcher: str, folder: Path) -> None:
     start(folder, *LAUNCHERS[launcher], *hosts(launcher))
@@ -83,6 +84,7 @@ def test_secrets_travel_in_the_environment_only(launcher: str, folder: Path) -> 
     assert words[-3:] == ["train.py", "--lr", "1"]
 
 
+@pytest.mark.fast_rows("mpich", "slurm without hostfile", "pdsh")
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_dry_run_prints_names_only(launcher: str, folder: Path) -> None:
     said = start(folder, *LAUNCHERS[launcher], *hosts(launcher), "--dry-run")

@@ -25,11 +25,13 @@ AVERAGE_DECAY = 0.5
 SHARD_ALL = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
 
 
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_trainer_trains_checkpoints_and_resumes(stage: int, tmp_path: Path) -> None:
     ranks.run_ranks(check_trainer, 2, str(tmp_path), stage, group=False)
 
 
+@pytest.mark.fast_rows("2")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_fabric_trains_checkpoints_and_resumes(stage: int, tmp_path: Path) -> None:
     ranks.run_ranks(check_fabric, 2, str(tmp_path), stage, group=False)

@@ -146,12 +146,18 @@ PATTERNS = {
     "a step after a block": ("(fb)sfbs", [(0, 1)]),
 }
 
+UNMANAGED = {"each step updates": ("fbfbsfbsfbfbfbs", [(0, 1), (2,), (3, 4, 5)])}
+
 
 def _counted_by_steps() -> None:
-    """Check with ``gradient_accumulation_steps`` 2 that every second call of ``step`` updates, with all gradients since the last update."""
+    """Check with ``gradient_accumulation_steps`` 2 that every second call of ``step`` updates, with all gradients since the last update.
+
+    Without ``managed_gradient_accumulation`` every call updates, and the samples of the micro-steps before it count.
+    """
     for stage in STAGES:
-        for label, (pattern, updates) in PATTERNS.items():
-            engine = initialize(MLP.build(), Run(stage, accumulation=2))
+        for label, (pattern, updates) in (PATTERNS | UNMANAGED).items():
+            extra = {"managed_gradient_accumulation": False} if label in UNMANAGED else {}
+            engine = initialize(MLP.build(), Run(stage, accumulation=2, extra=extra))
             losses: list[Any] = []
             seen, block = 0, None
             for action in pattern:
@@ -168,6 +174,8 @@ def _counted_by_steps() -> None:
                 elif block is not None:
                     block.__exit__(None, None, None)
             assert engine.global_steps == len(updates), (stage, label, engine.global_steps)
+            micro_steps = sum(map(len, updates)) if label in UNMANAGED else 2 * len(updates)
+            assert engine.global_samples == micro_steps * engine.train_batch_size() // 2, (stage, label, engine.global_samples)
             weights = collect(engine, Trace()).weights
             engine.destroy()
             for name, value in _after(updates).items():
@@ -231,6 +239,7 @@ def test_all_protocols_give_one_update_per_boundary(stage: int) -> None:
     ranks.run_ranks(_check_protocols, 2, Run(stage=stage, accumulation=STEPS, clip=0.1), tuple(PROTOCOLS))
 
 
+@pytest.mark.fast_rows("0-bf16-step_always", "0-fp16-caller_accumulates", "2-bf16-fabric", "2-fp16-coalesced", "3-fp16-no_sync")
 @thinned(None, stage=[0, 2, 3], dtype=["bf16", "fp16"], protocol=list(PROTOCOLS))
 def test_protocols_in_16_bit(stage: int, dtype: str, protocol: str) -> None:
     ranks.run_ranks(_check_protocols, 2, Run(stage=stage, dtype=dtype, accumulation=STEPS), (protocol,))

@@ -101,11 +101,13 @@ def _rotary_table_stays_fp32(stage: int) -> None:
     engine.destroy()
 
 
+@pytest.mark.fast_rows("2-bf16", "3-fp32")
 @thinned(stage=STAGES, dtype=["fp32", "bf16"])
 def test_weights_and_buffers_come_from_rank_zero(stage: int, dtype: str) -> None:
     ranks.run_ranks(_rank_zero_wins, 3, Run(stage=stage, dtype=dtype, accumulation=2))
 
 
+@pytest.mark.fast_rows("2-3", "3-2", "3-4")
 @thinned(stage=STAGES, world_size=[2, 3, 4])
 def test_parameters_of_size_zero_and_one(stage: int, world_size: int) -> None:
     ranks.run_ranks(_odd_sizes, world_size, Run(stage=stage, accumulation=2, clip=0.1))

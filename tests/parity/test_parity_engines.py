@@ -161,11 +161,13 @@ def test_engine_without_optimizer(stage: int, dtype: str) -> None:
     ranks.run_ranks(_no_optimizer, 2, stage, dtype)
 
 
+@pytest.mark.fast_rows("0-0", "3-3", "3-0")
 @pytest.mark.parametrize(("stage", "reference_stage"), [(0, 0), (1, 0), (2, 0), (3, 3), (3, 0)])
 def test_policy_and_reference_engine(stage: int, reference_stage: int) -> None:
     ranks.run_ranks(_policy_and_reference, 2, stage, reference_stage)
 
 
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
 def test_two_trained_engines(stage: int) -> None:
     ranks.run_ranks(_two_trained_engines, 2, stage)

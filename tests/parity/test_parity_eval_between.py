@@ -133,6 +133,7 @@ def _evaluation_sees_the_new_weights(stage: int) -> None:
 ODD, EVEN = list(INTERRUPTIONS)[::2], list(INTERRUPTIONS)[1::2]
 
 
+@pytest.mark.fast_rows("0-interruptions0", "3-interruptions2")
 @pytest.mark.parametrize(("stage", "interruptions"), [(0, ODD), (2, EVEN), (3, list(INTERRUPTIONS))])
 def test_training_does_not_notice(stage: int, interruptions: list[str]) -> None:
     ranks.run_ranks(_interrupted, 2, Run(stage=stage, accumulation=2, clip=0.1), interruptions)

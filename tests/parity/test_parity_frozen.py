@@ -106,16 +106,19 @@ def _frozen_base_has_no_state(stage: int) -> None:
     engine.destroy()
 
 
+@pytest.mark.fast_rows("0-first block-fp32", "2-all but the head-bf16", "3-every bias-fp32", "3-one matrix in every block-bf16")
 @thinned(stage=STAGES, which=list(FROZEN), dtype=["fp32", "bf16"])
 def test_frozen_parts_of_a_model(which: str, stage: int, dtype: str) -> None:
     ranks.run_ranks(_freeze, 2, which, Run(stage=stage, dtype=dtype, accumulation=2, clip=0.1))
 
 
+@pytest.mark.fast_rows("2-bf16", "3-fp32", "3-fp16")
 @thinned(stage=STAGES, dtype=["fp32", "bf16", "fp16"])
 def test_lora_by_hand(stage: int, dtype: str) -> None:
     ranks.run_ranks(_lora_by_hand, 3, Run(stage=stage, dtype=dtype, accumulation=2))
 
 
+@pytest.mark.fast_rows("0-fp32", "3-bf16")
 @thinned(stage=STAGES, dtype=["fp32", "bf16"])
 def test_peft_lora(stage: int, dtype: str) -> None:
     pytest.importorskip("peft")

@@ -165,11 +165,15 @@ def _refused(name: str, stage: int) -> str:
     return "accepted"
 
 
+@pytest.mark.fast_rows(
+    "3-False-Adam", "3-True-AdamW fused", "3-True-NAdam", "1-False-SGD", "1-True-RMSprop", "2-False-AdamW amsgrad", "2-True-Adadelta"
+)
 @thinned(None, stage=[3, 1, 2], groups=[False, True], name=list(OPTIMIZERS))
 def test_client_optimizers(stage: int, groups: bool, name: str) -> None:
     ranks.run_ranks(_client_optimizer, 2, name, Run(stage=stage, clip=0.1), groups)
 
 
+@pytest.mark.fast_rows("0-AdamW", "3-SGD momentum")
 @thinned(stage=STAGES, name=["AdamW", "SGD momentum"])
 def test_groups_that_split_every_block_on_three_ranks(stage: int, name: str) -> None:
     ranks.run_ranks(_client_optimizer, 3, name, Run(stage=stage, clip=0.1), True)

@@ -383,6 +383,7 @@ def _every_parameter_has_deepspeed_attributes() -> None:
     engine.destroy()
 
 
+@pytest.mark.fast_rows("mlp-bf16", "tied_coder-bf16", "odd_mlp-fp32")
 @thinned("mlp", name=["mlp", "conv", "tied_coder", "odd_mlp"], dtype=["fp32", "bf16"])
 def test_zero_init(name: str, dtype: str) -> None:
     ranks.run_ranks(_init_then_train, 3, Run(stage=3, dtype=dtype, accumulation=2), name)
@@ -392,12 +393,14 @@ def test_zero_init_takes_the_weights_of_rank_zero() -> None:
     ranks.run_ranks(_ranks_build_different_weights, 3, Run(stage=3))
 
 
+@pytest.mark.fast_rows("gpt2", "bart")
 @pytest.mark.parametrize("name", ["gpt2", "t5", "bart"])
 def test_transformers_initialises_a_sharded_model_as_a_plain_one(name: str) -> None:
     """Check gpt2 and t5, which initialise weights of a module's children, and bart, which writes to a row of its embedding."""
     ranks.run_ranks(_initial_values, 2, name)
 
 
+@pytest.mark.fast_rows("t5", "mixtral")
 @pytest.mark.parametrize("name", slow_but(MODELS, "t5", "mixtral", "deberta_v2"))
 def test_transformers_from_config_under_zero3(name: str) -> None:
     ranks.run_ranks(_from_config, 2, Run(stage=3, dtype="bf16", accumulation=2), name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -70,6 +71,7 @@ def _trains(kind: str, limits: dict[str, int]) -> None:
     check_training(lambda: Tall(kind), _rows, _loss, run, label=kind)
 
 
+@pytest.mark.fast_rows("tight-plain", "tight-tied", "tight-root reads the head", "roomy-plain")
 @thinned("tight", limits=["tight", "roomy"], kind=KINDS)
 def test_large_embedding_trains(limits: str, kind: str) -> None:
     ranks.run_ranks(_trains, 2, kind, {"tight": TIGHT, "roomy": ROOMY}[limits])

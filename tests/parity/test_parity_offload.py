@@ -36,6 +36,7 @@ QUICK = [
 ]
 
 
+@pytest.mark.fast_rows("1-1-names0", "2-3-names2")
 @pytest.mark.parametrize(("world", "stage", "names"), QUICK)
 def test_offloading_changes_no_bit(world: int, stage: int, names: list[str]) -> None:
     wrong = [text for rank in ranks.run_ranks(_compare, world, stage, names, "odd_mlp", 2) for text in rank]

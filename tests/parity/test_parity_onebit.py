@@ -114,6 +114,7 @@ def _low_precision(stage: int, dtype: str) -> list[float]:
     return losses
 
 
+@pytest.mark.fast_rows("1-fp16")
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "bf16"), (1, "fp16")])
 def test_16_bit_training(stage: int, dtype: str) -> None:
     losses = ranks.run_ranks(_low_precision, 2, stage, dtype)[0]

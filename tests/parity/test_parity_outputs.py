@@ -160,6 +160,7 @@ def _no_loss_from_one_rank(run: Run) -> None:
     check_training(CASES["mlp"].build, feed, forward, run, label="masked rank")
 
 
+@pytest.mark.fast_rows("0-tuple", "2-dict", "3-dataclass", "3-keyword", "3-in place", "3-weight views")
 @thinned(stage=STAGES, kind=list(BLOCKS))
 def test_what_blocks_return_and_take(kind: str, stage: int) -> None:
     ranks.run_ranks(_structured, 2, kind, Run(stage=stage, accumulation=2, clip=0.1))

@@ -79,6 +79,7 @@ def test_nf4_at_every_stage(base: Path) -> None:
     ranks.run_ranks(_against_plain, 2, base, "nf4", [Run(stage, accumulation=2, clip=0.1) for stage in STAGES])
 
 
+@pytest.mark.fast_rows("fp4", "int8")
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "nf4"])
 def test_other_kinds(base: Path, kind: str) -> None:
     ranks.run_ranks(_against_plain, 2, base, kind, [Run(3, accumulation=2, clip=0.1)])

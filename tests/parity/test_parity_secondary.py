@@ -28,12 +28,14 @@ def _same_bits(name: str, size: int, dtype: str, accumulation: int, **zero: Any)
     check_bitwise(trace, expected, name)
 
 
+@pytest.mark.fast_rows("fp32-2", "fp16-3")
 @pytest.mark.parametrize(("dtype", "accumulation"), [("fp32", 2), ("bf16", 1), ("fp16", 3)])
 def test_nodes_of_two_ranks(dtype: str, accumulation: int) -> None:
     for name in ("gpt2", "mixtral"):
         ranks.run_ranks(_same_bits, 4, name, 2, dtype, accumulation)
 
 
+@pytest.mark.fast_rows("6-3")
 @pytest.mark.parametrize(("world", "size"), [(6, 3), (6, 2)])
 def test_six_ranks(world: int, size: int) -> None:
     ranks.run_ranks(_same_bits, world, "mlp", size, "fp32", 2)

@@ -113,6 +113,7 @@ def test_two_forwards_before_one_backward(stage: int) -> None:
     ranks.run_ranks(_two_forwards, 2, Run(stage=stage, accumulation=2))
 
 
+@pytest.mark.fast_rows("2-True", "3-False")
 @thinned(stage=STAGES, graphs_first=[False, True])
 def test_two_backwards_before_a_step(stage: int, graphs_first: bool) -> None:
     ranks.run_ranks(_two_backwards, 2, Run(stage=stage), graphs_first)

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 import hf_zero
 from hf_zero.config.resolve import resolve
-from hf_zero.core.step import spikes
-from hf_zero.core.step.spikes import MOST_SKIPPED, NormSpikes
+from hf_zero.core.step.spikes import MOST_SKIPPED, Spikes
 from hf_zero.errors import ConfigError
 from tests.support import ranks
 from tests.support.models import CASES, Batch, class_loss
 from tests.support.parity import Run, initialize
+from tests.support.spikes import few_values, messages_of_log
 
 MLP = CASES["mlp"]
 SPIKE, STEPS, SAVED = 7, 10, 6
@@ -34,34 +30,20 @@ def _rows(step: int, rank: int) -> Batch:
     return batch
 
 
-@contextmanager
-def _few_norms() -> Iterator[None]:
-    """Make four norms enough for a comparison."""
-    with mock.patch.object(spikes, "LEAST", 4):
-        yield
-
-
-@contextmanager
-def _messages() -> Iterator[list[str]]:
-    found: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("hf_zero").addHandler(handler)
-    yield found
-    logging.getLogger("hf_zero").removeHandler(handler)
-
-
-def _reference(skips: bool, world: int) -> list[torch.Tensor]:
-    """Train in plain PyTorch on the batches of all ranks, and leave out the update of step ``SPIKE``."""
+def _reference(skips: bool, world: int) -> tuple[list[torch.Tensor], list[float]]:
+    """Train in plain PyTorch on the batches of all ranks without the update of step ``SPIKE``; return weights and losses by step."""
     run, module = Run(steps=STEPS), MLP.build()
+    losses = [0.0] * STEPS
     optimizer = torch.optim.AdamW(module.parameters(), lr=run.lr, betas=(0.9, 0.99), weight_decay=run.weight_decay, eps=run.eps)
     for step in range(STEPS):
         for rank in range(world):
-            (class_loss(module, _rows(step, rank)) / world).backward()
+            loss = class_loss(module, _rows(step, rank)) / world
+            loss.backward()
+            losses[step] += float(loss)
         if not (skips and step == SPIKE):
             optimizer.step()
         optimizer.zero_grad()
-    return [parameter.detach() for parameter in module.parameters()]
+    return [parameter.detach() for parameter in module.parameters()], losses
 
 
 def _train(engine: Any, steps: range) -> list[bool]:
@@ -75,8 +57,8 @@ def _train(engine: Any, steps: range) -> list[bool]:
 
 def check(stage: int, action: str, folder: Path) -> None:
     world = torch.distributed.get_world_size()
-    run = Run(stage=stage, extra={"hf_zero": {"spike_factor": 3.0, "spike_action": action}})
-    with _few_norms(), _messages() as messages:
+    run = Run(stage=stage, extra={"hf_zero": {"spike_factor": 3.0, "loss_spike_factor": 3.0, "spike_action": action}})
+    with few_values(), messages_of_log() as messages:
         engine = initialize(MLP.build(), run)
         made = _train(engine, range(SAVED))
         engine.save_checkpoint(str(folder))
@@ -93,8 +75,10 @@ def check(stage: int, action: str, folder: Path) -> None:
         assert told.startswith(f"step={SPIKE + 1}:") and f"samples {first} to {first + 2 * world - 1} of the run" in told
         assert told.endswith("The update is skipped" if skips else "The update is made")
     parameters = list(engine.module.parameters())
+    weights, losses = _reference(skips, world)
+    assert list(engine.spikes.losses.values) == pytest.approx([*losses[:SPIKE], *losses[SPIKE + 1 :]], rel=1e-5)
     with hf_zero.zero.GatheredParameters(parameters):
-        for mine, plain in zip(parameters, _reference(skips, world), strict=True):
+        for mine, plain in zip(parameters, weights, strict=True):
             torch.testing.assert_close(mine.detach(), plain, rtol=1e-5, atol=1e-6)
     engine.destroy()
 
@@ -105,15 +89,29 @@ def test_the_step_of_a_spike_is_left_out_on_all_ranks(stage: int, action: str, t
 
 
 def test_norms_that_have_grown_for_good_count_as_usual() -> None:
-    with _few_norms():
-        watched = NormSpikes(2.0, skips=True)
+    with few_values():
+        watched = Spikes("skip", 2.0, 1.5)
         assert not any(watched.found(norm, 1, (0, 1)) for norm in (1.0, 3.0, 1.0, 1.0)), "too few norms to compare with"
         found = [watched.found(10.0, 1, (0, 1)) for _ in range(MOST_SKIPPED + 3)]
-        assert found == [True] * MOST_SKIPPED + [False] * 3 and list(watched.norms) == [10.0] * 3
-        assert watched.found(math.inf, 1, (0, 1)) and watched.found(math.nan, 1, (0, 1)) and list(watched.norms) == [10.0] * 3
-        again = NormSpikes(2.0, skips=True)
+        assert found == [True] * MOST_SKIPPED + [False] * 3 and list(watched.norms.values) == [10.0] * 3
+        assert watched.found(math.inf, 1, (0, 1)) and watched.found(math.nan, 1, (0, 1)) and list(watched.norms.values) == [10.0] * 3
+        again = Spikes("skip", 2.0, 1.5)
         again.load_state_dict(watched.state_dict())
-        assert again == watched
+        assert again.state_dict() == watched.state_dict()
+
+
+def test_losses_are_compared_while_their_median_is_above_zero() -> None:
+    with few_values():
+        watched = Spikes("log", 0.0, 1.5)
+        assert not any(watched.found(9.0, 1, (0, 1), loss) for loss in (-1.0, -2.0, -1.0, -1.0, 5.0))
+        watched = Spikes("log", 0.0, 1.5)
+        assert not any(watched.found(9.0, 1, (0, 1), loss) for loss in (3.0, 3.0, 2.0, 3.0, 4.4))
+        assert watched.found(9.0, 1, (0, 4), 4.6) and watched.measure(1) == {
+            "Train/Spike/loss": 4.6,
+            "Train/Spike/step": 1.0,
+            "Train/Spike/first_sample": 0.0,
+        }
+        assert watched.found(9.0, 2, (4, 8), math.nan) and not watched.found(9.0, 3, (8, 12), None), "an unknown loss is no spike"
 
 
 @pytest.mark.parametrize("factor", [0.5, -1, "often"])

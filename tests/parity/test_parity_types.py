@@ -62,6 +62,7 @@ def test_some_architectures_stay_as_loaded() -> None:
     assert sum(row.kept for row in rows) >= 6 and sum(row.buffers for row in rows) >= 8
 
 
+@pytest.mark.slow  # `test_some_architectures_stay_as_loaded` asks the same of text
 @TRANSFORMERS_5
 def test_some_models_of_images_and_sound_stay_as_loaded() -> None:
     rows = ranks.run_ranks(loaded_types.measure_each, 2, SOME_SENSES, True)[0]
@@ -213,6 +214,7 @@ def _named_parameters_each(stage: int, dtype: str) -> None:
         _named_parameters(Run(stage=stage, dtype=dtype), {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}})
 
 
+@pytest.mark.fast_rows("2-fp16", "3-bf16")
 @thinned(3, stage=STAGES, dtype=HALF)
 def test_parameters_that_stay_in_fp32_train_as_in_plain_pytorch(stage: int, dtype: str) -> None:
     ranks.run_ranks(_named_parameters_each, 2, stage, dtype)

@@ -64,6 +64,7 @@ def test_tied_weights_transformers_and_convolutions(case: str) -> None:
     ranks.run_ranks(_close, 2, "Adafactor", case, Run(stage=3, clip=0.1))
 
 
+@pytest.mark.fast_rows("2-bf16-transformers relative step", "3-bf16-LAMB")
 @pytest.mark.parametrize(
     ("stage", "dtype", "name"),
     [(2, "bf16", "transformers relative step"), (3, "fp16", "transformers relative step"), (3, "bf16", "LAMB"), (2, "fp16", "LAMB")],
@@ -72,6 +73,7 @@ def test_16_bit(stage: int, dtype: str, name: str) -> None:
     ranks.run_ranks(_close, 2, name, "mlp", Run(stage=stage, dtype=dtype, clip=0.1, accumulation=2))
 
 
+@pytest.mark.fast_rows("Adafactor")
 @pytest.mark.parametrize("name", ["Adafactor", "RowScaled"])
 def test_states_on_the_host_and_shards_in_files(name: str, tmp_path: Any) -> None:
     for stage, param in ((2, None), (3, {"device": "cpu"}), (3, {"device": "nvme", "nvme_path": str(tmp_path)})):
@@ -146,6 +148,7 @@ def _by_config(stage: int, optimizer: dict[str, Any], dtype: str = "fp32", **ext
     return trace
 
 
+@pytest.mark.fast_rows("optimizer0", "optimizer2")
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -251,6 +254,7 @@ def _memory(stage: int) -> tuple[int, int]:
     return held, numel
 
 
+@pytest.mark.fast_rows("1-2-8", "3-0-10")
 @pytest.mark.parametrize(("stage", "whole", "shared"), [(0, 10, 0), (1, 2, 8), (2, 2, 8), (3, 0, 10)])
 def test_memory_between_steps_is_shared(stage: int, whole: int, shared: int) -> None:
     """Check the bytes: 16-bit weights (2), masters (4), a moment per element (4); moments are distributed in complete parameters."""

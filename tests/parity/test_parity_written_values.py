@@ -138,6 +138,7 @@ def _compare(stage: int, dtype: str, optimizer: str) -> None:
             engine.destroy()
 
 
+@pytest.mark.fast_rows("fp32-0", "bf16-1", "fp32-2", "bf16-3")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_what_is_written_counts(stage: int, dtype: str) -> None:

@@ -56,6 +56,7 @@ def expected(name: str, run: Run, settings: reference.Settings, places: referenc
     return reference.run(case.build(), loss_of, settings, places)
 
 
+@pytest.mark.fast_rows("odd_mlp-2-3-keys0", "odd_mlp-4-3-keys2", "odd_mlp-2-1-keys5", "odd_mlp-2-2-keys6")
 @pytest.mark.parametrize(
     ("case", "world", "stage", "keys"),
     [
@@ -95,6 +96,7 @@ def test_transformers(case: str) -> None:
 _LOCO = {"g": True, "loco": {"err_beta": KEEP, "reset_T": 5}}
 
 
+@pytest.mark.fast_rows("4-2-cells0")
 @pytest.mark.parametrize(
     ("world", "node", "cells"),
     [

@@ -27,7 +27,7 @@ def _quickly(scripts: Sequence[Script]) -> list[Verdict]:
 
 
 def test_drawn_scripts_are_exact_or_refused_by_name() -> None:
-    _check([without_known(script) for script in draw(200)])
+    _check([without_known(script) for script in draw(60)])
 
 
 @pytest.mark.slow
@@ -37,8 +37,13 @@ def test_many_drawn_scripts_are_exact_or_refused_by_name() -> None:
         _check([without_known(script) for script in draw(500)])
 
 
-def test_scripts_that_failed_once() -> None:
-    _check([script for script in mended() if known(script) is None])
+@pytest.mark.parametrize("every_stage", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_scripts_that_failed_once(every_stage: bool) -> None:
+    """Leave out stage 1 where the same script runs at stage 2: they differ only in ``no_sync`` (``core/stages.py``)."""
+    scripts = [script for script in mended() if known(script) is None]
+    texts = {str(script) for script in scripts}
+    beside = [script for script in scripts if script.cell.stage == 1 and str(script).replace("stage=1", "stage=2") in texts]
+    _check(scripts if every_stage else [script for script in scripts if script not in beside])
 
 
 def test_an_open_fault_is_left_out_of_the_scripts_that_show_it() -> None:

@@ -43,6 +43,7 @@ def check_resumed(folder: str, counts: list[int]) -> None:
         dist.barrier()
 
 
+@pytest.mark.fast_rows("4-counts1")
 @pytest.mark.parametrize(("world", "counts"), [(2, [2, 2, 1]), (4, [2, 4, 2])])
 def test_resumed_over_other_stages(tmp_path: Path, world: int, counts: list[int]) -> None:
     ranks.run_ranks(check_resumed, world, str(tmp_path), counts)

@@ -257,6 +257,7 @@ def check_all() -> None:
     check_configured()
 
 
+@pytest.mark.fast_rows("4")
 @pytest.mark.parametrize("world", [2, 4])
 def test_calls_of_scripts(world: int) -> None:
     ranks.run_ranks(check_all, world)

@@ -34,6 +34,7 @@ def check_training() -> None:
     check_schedule(case_of(num_hidden_layers=4), with_experts(Run(1, accumulation=4, clip=0.1), 2), 2, "1F1B")
 
 
+@pytest.mark.slow  # `test_read_saved_and_resumed` trains them too
 def test_trained_as_by_one_rank() -> None:
     ranks.run_ranks(check_training, 4)
 

@@ -28,6 +28,7 @@ def one_rank(folder: str, batch: int) -> tuple[list[float], list[float], int, fl
     return losses(trainer), norms(trainer), trainer.state.num_input_tokens_seen, evaluated, predicted, written.tolist(), weights
 
 
+@pytest.mark.fast_rows("4-2-2")
 @pytest.mark.parametrize(("world", "stages", "tp"), [(2, 2, 1), pytest.param(4, 2, 1, marks=pytest.mark.slow), (4, 2, 2)])
 def test_trainer_trains_like_one_rank_and_saves_the_whole_model(world: int, stages: int, tp: int, tmp_path: Path) -> None:
     saved = str(tmp_path / "saved")

@@ -23,21 +23,25 @@ def check_stages(name: str, stages: int, zero: list[int]) -> None:
         check(case, Run(stage, accumulation=2, clip=0.1), stages)
 
 
+@pytest.mark.fast_rows("GPT2LMHeadModel")
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel"])
 def test_two_stages(name: str) -> None:
     ranks.run_ranks(check_stages, 2, name, 2, [0, 1])
 
 
-def check_four(dtype: str) -> None:
+def check_four(every: bool) -> None:
     case = zoo_case("LlamaForCausalLM", {"num_hidden_layers": 4, "tie_word_embeddings": True})
     check(case, Run(1, clip=0.1), 4)
-    check(case, Run(0, clip=0.1), 2)
     check(case, Run(2, accumulation=2, clip=0.1), 2)
-    check(case, Run(1, clip=0.1), 2, tp=2)
+    if every:
+        check(case, Run(0, clip=0.1), 2)
+        check(case, Run(1, clip=0.1), 2, tp=2)
 
 
-def test_four_ranks() -> None:
-    ranks.run_ranks(check_four, 4, "fp32")
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_four_ranks(every: bool) -> None:
+    """The fast row leaves tensor parallelism to `test_parameters_that_are_single_numbers`."""
+    ranks.run_ranks(check_four, 4, every)
 
 
 def check_settings() -> None:
@@ -58,16 +62,18 @@ def recomputed(case: ModelCase) -> ModelCase:
     return replace(case, make=make)
 
 
-def check_numbers() -> None:
+def check_numbers(every: bool) -> None:
     case = with_numbers(zoo_case("LlamaForCausalLM", {"num_hidden_layers": 4}))
     check(case, Run(0, accumulation=2, clip=0.1), 2)
     check(case, Run(2, clip=0.1), 2, tp=2)
-    check(case, Run(1, clip=0.1), 4)
-    check_schedule(case, Run(1, accumulation=2, clip=0.1), 2, "1F1B")
+    if every:
+        check(case, Run(1, clip=0.1), 4)
+        check_schedule(case, Run(1, accumulation=2, clip=0.1), 2, "1F1B")
 
 
-def test_parameters_that_are_single_numbers() -> None:
-    ranks.run_ranks(check_numbers, 4)
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_parameters_that_are_single_numbers(every: bool) -> None:
+    ranks.run_ranks(check_numbers, 4, every)
 
 
 def test_settings() -> None:

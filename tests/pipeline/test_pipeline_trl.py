@@ -24,6 +24,7 @@ def trained(models: Path, folder: Path, kind: str, stages: int) -> list[dict[str
         return [{key: entry[key] for key in LOGGED if key in entry} for entry in trainer.state.log_history if "loss" in entry]
 
 
+@pytest.mark.slow  # `test_pipeline_trainer.py` has Trainer, `test_trl.py` TRL
 @pytest.mark.parametrize("kind", ["sft", pytest.param("sft_lora", marks=pytest.mark.slow), pytest.param("dpo", marks=pytest.mark.slow)])
 def test_two_stages_of_two_ranks(kind: str, trainer_models: Path, tmp_path: Path) -> None:
     expected = ranks.run_ranks(trained, 2, trainer_models, tmp_path, kind, 1, timeout=200)[0]

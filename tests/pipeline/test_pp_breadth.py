@@ -1,4 +1,4 @@
-"""Every text architecture of transformers over 2 and over 4 stages equals one process: a few kinds in `make test`, all when slow."""
+"""Every text architecture of transformers over 2 and over 4 stages equals one process: all are slow."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ KINDS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow  # `test_kinds_of_models`, `test_shared_keys_and_values_stay_in_one_stage` have these kinds
 def test_kinds_of_architectures_are_exact() -> None:
     def check(kind: tuple[str, int, int]) -> None:
         name, stages, crossings = kind

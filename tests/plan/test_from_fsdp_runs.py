@@ -53,6 +53,7 @@ def fsdp_file(settings: dict[str, Any], world: int, folder: Path) -> Path:
     return file
 
 
+@pytest.mark.fast_rows("resharded")
 @pytest.mark.parametrize("name", [*RUNS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_both_files_train_to_the_same_losses(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings, stage, world, tolerance = (RUNS | SLOW)[name]

@@ -156,8 +156,12 @@ def made_up_device(task: Task) -> Costs:
     )
 
 
-@pytest.mark.parametrize("real", [False, pytest.param(True, marks=(pytest.mark.slow, pytest.mark.timeout(1200)))])
-def test_of_all_ways_to_divide_ranks_the_search_finds_the_best(real: bool) -> None:
+@pytest.mark.timeout(1200)
+@pytest.mark.fast_rows("by formulas")
+@pytest.mark.parametrize(
+    ("real", "all_places"), [(False, False), (False, True), (True, True)], ids=["by formulas", "by formulas, more limits", "by the engine"]
+)
+def test_of_all_ways_to_divide_ranks_the_search_finds_the_best(real: bool, all_places: bool) -> None:
     """Of plans by formulas, and of those of the engine, with pipelines and offload: none of the five fastest is lost to a bound."""
     ranks, batch = (4, 4) if real else (8, 64)
     choices = {} if real else {"moves": True, "recomputes": (2, 1)}
@@ -173,7 +177,7 @@ def test_of_all_ways_to_divide_ranks_the_search_finds_the_best(real: bool) -> No
     known = {one: found for (one, _), found in everything._plans.items() if isinstance(found, Costs)}
     assert known
     takes = sorted(everything.excess(costs) for costs in known.values())
-    for place in (0.01, 0.1, 0.25, 0.4, 0.6, 0.8, 1.0):
+    for place in (0.01, 0.1, 0.25, 0.4, 0.6, 0.8, 1.0) if all_places else (0.01, 0.4, 1.0):
         limit = round(takes[min(len(takes) - 1, int(place * len(takes)))])
         for given in ({}, {"node-link": 2e9}, {"tflops": 5.0, "host-memory": 5e8}):
             rates = rates_of(given, {}, cluster.near, on_host=real)

@@ -37,6 +37,7 @@ def on_devices(function: Callable[..., Any], *args: Any, backend: str = network.
 # -- parity ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fast_rows("pretend_ccl")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gpt2_trains_as_on_the_cpu(backend: str) -> None:
     stages = (0, 2, 3) if backend == network.NAME else (1, 3)

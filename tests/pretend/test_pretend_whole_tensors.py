@@ -26,6 +26,7 @@ def _on_devices(backend: str, world: int, *args: Any) -> None:
     ranks.run_ranks(_close, world, *args, env=env, timeout=200.0)
 
 
+@pytest.mark.fast_rows("pretend_ccl")
 @pytest.mark.parametrize("backend", ["gloo", network.NAME])
 def test_training_is_that_of_a_cpu(backend: str) -> None:
     runs = [Run(stage=stage, clip=0.1, accumulation=2) for stage in ((0, 3) if backend == "gloo" else (1, 3))]

@@ -135,6 +135,7 @@ def axes_of_four() -> list[str]:
     return handlers()
 
 
+@pytest.mark.slow  # two ranks, and Trainer over four, stay
 def test_accelerate_loop_over_four_ranks() -> None:
     for length, attention in ranks.run_ranks(axes_of_four, 4):
         assert "sp_seq_length_is_variable of the ParallelismConfig is False (sp_seq_length is 8)" in length
@@ -176,6 +177,7 @@ def _divided(folder: str, stage: int, size: int, extra: dict[str, Any]) -> dict[
     return trainer_run(folder, stage, size, **extra)
 
 
+@pytest.mark.fast_rows("2-3-extra1", "4-3-extra6")
 @pytest.mark.parametrize(
     ("world", "stage", "extra"),
     [

@@ -181,6 +181,7 @@ def of_four() -> None:
     check(llama, Run(stage=2), Data(), 2, strategy="alltoall", tensor=2)
 
 
+@pytest.mark.slow  # two ranks have every mask
 def test_training_over_four_ranks() -> None:
     ranks.run_ranks(of_four, 4)
 

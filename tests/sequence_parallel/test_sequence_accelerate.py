@@ -125,6 +125,7 @@ def trainer_run(folder: str, stage: int | None, size: int, resume: bool = False,
         return found
 
 
+@pytest.mark.fast_rows("2-3-2")
 @pytest.mark.parametrize(("world", "stage", "accumulation"), [pytest.param(2, 1, 1, marks=pytest.mark.slow), (2, 3, 2), (4, 2, 1)])
 def test_trainer_trains_and_evaluates_like_one_rank(tmp_path: Path, world: int, stage: int, accumulation: int) -> None:
     extra = {"gradient_accumulation_steps": accumulation}

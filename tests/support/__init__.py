@@ -1,14 +1,15 @@
 """How the tests are run.
 
-Ranks are processes that live on between jobs (``tests/support/ranks.py``). For each number of ranks they are forked once, from a server
-that has imported torch, transformers' Trainer and hf_zero; each job gets a process group, seeds and launcher variables of its own. Two
-measures keep jobs from getting slower as the suite runs: all groups of a rank share one thread of gloo, and the garbage collector does not
-scan imported modules (``gc.freeze``, in ranks and in pytest itself). So a job costs only its computation; put cases that share a model and
-a reference into one job (``tests/support/matrix.py``). In the fast run properties use fewer examples, the same each time
-(``tests/support/drawn.py``). ``python -m tools.mutants`` plants faults in a copy of the package and names the first test that finds each.
-Before each release ``python -m tools.config_census VENV/bin/python`` lists the configuration keys of the newest DeepSpeed, installed in an
-environment of its own, that the schema does not know (``DS_BUILD_OPS=0 DS_ACCELERATOR=cpu pip install --no-build-isolation deepspeed``
-beside torch).
+Ranks are processes that live on between jobs (``tests/support/ranks.py``). They are forked once, from a server that has imported torch,
+transformers' Trainer and hf_zero, and jobs of any size share them; each job gets a process group, seeds and launcher variables of its own.
+Three measures keep jobs fast: all groups of a rank share one thread of gloo, this thread does not interrupt others, and the garbage
+collector does not scan imported modules (``gc.freeze``, in ranks and in pytest itself). So a job costs only its computation; put cases
+that share a model and a reference into one job (``tests/support/matrix.py``). In the fast run properties use fewer examples, the same each
+time (``tests/support/drawn.py``), and of a table of cases the rows that its test names run (the mark ``fast_rows``).
+
+``python -m tools.mutants`` plants faults in a copy of the package and names the first test that finds each. Before each release
+``python -m tools.config_census VENV/bin/python`` lists the configuration keys of the newest DeepSpeed, installed in an environment of its
+own, that the schema does not know (``DS_BUILD_OPS=0 DS_ACCELERATOR=cpu pip install --no-build-isolation deepspeed`` beside torch).
 
 No test depends on the speed of the machine: it waits for an event (``processes.until``), and the limits that end hanging processes are
 large (``processes.PATIENCE``). Helpers of one topic are beside its tests: ``tests/parity/fuzzer``, ``tests/parity/tables`` and the

@@ -47,12 +47,15 @@ def launch_on_ranks(
     return run_on_ranks(script, *words, group=group, world=world, **accelerate_environment(config, flags), **environment)
 
 
-def run_on_ranks(script: Path, *words: str, group: bool = False, world: int = 2, **environment: str) -> str:
-    """Return the output of ``torchrun --nproc_per_node world script words``, on ranks of the pool; arguments of ``launch_on_ranks``."""
-    return "".join(ranks.run_ranks(_run, world, script, words, timeout=240, group=group, env=environment))
+def run_on_ranks(script: Path, *words: str, group: bool = False, world: int = 2, folder: Path = REPO, **environment: str) -> str:
+    """Return the output of ``torchrun --nproc_per_node world script words``, on ranks of the pool that work in ``folder``.
+
+    The other arguments are those of ``launch_on_ranks``.
+    """
+    return "".join(ranks.run_ranks(_run, world, script, words, folder, timeout=240, group=group, env=environment))
 
 
-def _run(script: Path, words: Sequence[str]) -> str:
+def _run(script: Path, words: Sequence[str], folder: Path) -> str:
     modules, printed = set(sys.modules), io.StringIO()
     path = [str(script.parent), *sys.path]
     with contextlib.ExitStack() as stack:
@@ -62,7 +65,7 @@ def _run(script: Path, words: Sequence[str]) -> str:
             import datasets
 
             stack.enter_context(mock.patch.object(datasets.config, "HF_DATASETS_CACHE", Path(os.environ["HF_DATASETS_CACHE"])))
-        stack.enter_context(inside(REPO))
+        stack.enter_context(inside(folder))
         stack.enter_context(contextlib.redirect_stdout(printed))
         runpy.run_path(str(script), run_name="__main__")
     for name in sys.modules.keys() - modules:  # modules of the script's folders, whose names the next script may use

@@ -90,6 +90,7 @@ def one_rank() -> tuple[list[list[float]], dict[str, torch.Tensor]]:
     return losses, model.state_dict()
 
 
+@pytest.mark.fast_rows("DeepSpeedPlugin-3")
 @pytest.mark.parametrize(("how", "stage"), [("ZeroPlugin", 2), ("DeepSpeedPlugin", 3)])
 def test_loop_is_that_of_one_rank(how: str, stage: int) -> None:
     losses, weights = one_rank()

@@ -99,6 +99,7 @@ def _trains(kind: str) -> None:
         compare(found, whole(partial(_plain, kind, tied), run, DATA, ranks.world() // 2), f"{kind}, tied {tied}, stage {stage}, {parts}")
 
 
+@pytest.mark.fast_rows("2-liger", "2-trl", "2-tiled", "2-behind", "2-frozen")
 @thinned(2, world=[2, 4], kind=["liger", "asked", "trl", "tiled", *BEHIND])
 def test_every_stage(world: int, kind: str) -> None:
     ranks.run_ranks(_trains, world, kind)
@@ -112,6 +113,7 @@ def _logged(models: Path, folder: Path, kind: str, tp: int) -> list[dict[str, fl
         return [{key: entry[key] for key in LOGGED if key in entry} for entry in trainer.state.log_history if "loss" in entry]
 
 
+@pytest.mark.slow  # `test_every_stage` has the loss of TRL
 @pytest.mark.parametrize("kind", ["sft", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("sft_lora", "dpo"))])
 def test_trl_trainers(kind: str, trainer_models: Path, tmp_path: Path) -> None:
     expected = ranks.run_ranks(_logged, 1, trainer_models, tmp_path, kind, 1, timeout=200)[0]

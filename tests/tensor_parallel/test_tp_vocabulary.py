@@ -125,6 +125,7 @@ def trains(name: str, stages: list[int]) -> None:
     check_against_one_rank(zoo_case(name, {}), 2, runs)
 
 
+@pytest.mark.fast_rows("T5ForConditionalGeneration-stages1", "BertForMaskedLM-stages2")
 @pytest.mark.parametrize(("name", "stages"), [("GPT2LMHeadModel", [3]), ("T5ForConditionalGeneration", [2]), ("BertForMaskedLM", [0])])
 def test_training(name: str, stages: list[int]) -> None:
     ranks.run_ranks(trains, 2, name, stages)

@@ -88,6 +88,7 @@ def _resumed(models: Path, folder: Path, stage: int, options: dict[str, Any], wa
         _same(trainers.weights_of(trainer.model), wanted, "applied")
 
 
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 2, 3))
 def test_trainer_evaluates_saves_and_resumes_averages(stage: int, trainer_models: Path, tmp_path: Path) -> None:
     ranks.run_ranks(_evaluated, 2, trainer_models, tmp_path, stage)

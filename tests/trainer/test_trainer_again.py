@@ -111,6 +111,7 @@ def _search(models: Path, folder: Path, stage: int) -> None:
                 trainer.accelerator.clear()
 
 
+@pytest.mark.slow  # `test_train_twice` builds engines one after the other too
 @pytest.mark.parametrize("stage", slow_but([2, 3], 3))
 def test_hyperparameter_search(stage: int, trainer_models: Path, tmp_path: Path) -> None:
     ranks.run_ranks(_search, 2, trainer_models, tmp_path, stage)

@@ -57,6 +57,7 @@ def _resume(models: Path, folder: Path, stage: int, in_json: tuple[str, ...], op
         assert torch.equal(found["transformer.wte.weight"], frozen), "the frozen embedding has moved"
 
 
+@pytest.mark.fast_rows("3-")
 @pytest.mark.parametrize(
     ("stage", "in_json"),
     [
@@ -151,6 +152,7 @@ SAVED = [*itertools.product(["gpt2", "llama"], [2, 3], ["fp32", "bf16"])]
 SAVED_FAST = {("gpt2", 3, "bf16"), ("llama", 3, "fp32"), ("gpt2", 2, "fp32")}
 
 
+@pytest.mark.fast_rows("gpt2-3-bf16", "llama-3-fp32")
 @pytest.mark.parametrize(
     ("name", "stage", "precision"), [pytest.param(*row, marks=() if row in SAVED_FAST else pytest.mark.slow) for row in SAVED]
 )
@@ -189,6 +191,7 @@ def _save_without_gather(models: Path, folder: Path, says: bool | None) -> dict[
         return trainers.weights_of(trainer.model)
 
 
+@pytest.mark.fast_rows("False")
 @pytest.mark.parametrize("says", [False, None])
 def test_weights_are_gathered_whatever_the_key_says(says: bool | None, trainer_models: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file

@@ -89,6 +89,7 @@ def _resize(models: Path, folder: Path, name: str) -> None:
         assert (saved.get_output_embeddings().weight is saved.get_input_embeddings().weight) == tied
 
 
+@pytest.mark.fast_rows("gpt2")
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_resized_embeddings(name: str, trainer_models: Path, tmp_path: Path) -> None:
     ranks.run_ranks(_resize, 2, trainer_models, tmp_path, name)

@@ -29,6 +29,7 @@ from hf_zero.checkpoint.format.names import (
 )
 from hf_zero.checkpoint.format.records import FileRecord, GroupRecord, LooseRecord, OptimizerRecord, ParamRecord, ScalarRecord, UnitRecord
 from hf_zero.checkpoint.format.values import Decoder, Encoder, encode_scalar
+from hf_zero.checkpoint.state.beside import divided
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import warn_once
 from hf_zero.system.object_store import Place
@@ -81,7 +82,7 @@ def read_checkpoint(folder: Place) -> Source:
             "scheduler": decoder.decode(index.scheduler),
             "scaler": decoder.decode(index.scaler),
             "spikes": decoder.decode(index.spikes),
-            "client_state": decoder.decode(index.client_state),
+            "client_state": divided(decoder.decode(index.client_state))[0],
             "extra_state": decoder.decode(index.extra_state),
         },
         counters=dict(index.counters),

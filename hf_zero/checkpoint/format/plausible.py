@@ -28,6 +28,7 @@ _MOST_COUNT = 1 << 62
 _MOST_SCALE = 2.0**127
 _SWITCHES = frozenset({"amsgrad", "maximize", "nesterov", "centered", "differentiable", "decoupled_weight_decay", "dynamic"})
 COUNTERS = ("global_steps", "skipped_steps", "global_samples", "micro_steps")
+_SPIKES = frozenset({"norms", "losses", "consecutive", "rewinds", "updates"})
 _SCALER = frozenset({"scale", "dynamic", "good_steps", "tolerance"})
 
 
@@ -67,20 +68,24 @@ def check_scaler(scaler: Any) -> None:
 
 
 def check_spikes(spikes: Any) -> None:
-    """Check the gradient norms of the last steps; None if the engine did not record them.
+    """Check the gradient norms and losses of the last steps; None if the engine did not record them. Older checkpoints have norms alone.
 
     Raises:
         CheckpointError: A check failed; the message names the key.
     """
     if spikes is None:
         return
-    if not isinstance(spikes, dict) or set(spikes) != {"norms", "consecutive"}:
-        raise CheckpointError(f"spikes is {shown(spikes)}, expected a dict with the keys norms and consecutive")
-    norms, consecutive = spikes["norms"], spikes["consecutive"]
+    if not isinstance(spikes, dict) or not {"norms", "consecutive"} <= set(spikes) <= _SPIKES:
+        raise CheckpointError(f"spikes is {shown(spikes)}, expected a dict with the keys {', '.join(sorted(_SPIKES))}")
+    norms, losses = spikes["norms"], spikes.get("losses", [])
     if not isinstance(norms, list) or not all(isinstance(norm, float) and 0 <= norm < math.inf for norm in norms):
         raise CheckpointError(f"spikes: norms is {shown(norms)}, expected a list of finite numbers of at least 0")
-    if type(consecutive) is not int or not 0 <= consecutive <= _MOST_COUNT:
-        raise CheckpointError(f"spikes: consecutive is {shown(consecutive)}, expected a whole number of at least 0")
+    if not isinstance(losses, list) or not all(isinstance(loss, float) and math.isfinite(loss) for loss in losses):
+        raise CheckpointError(f"spikes: losses is {shown(losses)}, expected a list of finite numbers")
+    for key, least in (("consecutive", 0), ("rewinds", 0), ("updates", -1)):
+        value = spikes.get(key, 0)
+        if type(value) is not int or not least <= value <= _MOST_COUNT:
+            raise CheckpointError(f"spikes: {key} is {shown(value)}, expected a whole number of at least {least}")
 
 
 def check_group(values: Any, where: str) -> None:

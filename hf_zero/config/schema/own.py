@@ -116,10 +116,16 @@ class OwnSettings(Section):
         "A gradient norm above this many times the median of the last 100 optimizer steps is a spike: the log names the step, the norm and "
         "the samples of its batch. The first 20 steps are none, unless the norm is not finite; 0 is off",
     )
-    spike_action: Annotated[Literal["log", "skip"], ANY_CASE] = used(
+    loss_spike_factor: Literal[0] | Annotated[Float, Field(ge=1)] = used(
+        0,
+        "The same for the loss: the mean over all ranks of the losses that a step back-propagates. Losses are compared while their median "
+        "is above 0; 0 is off",
+    )
+    spike_action: Annotated[Literal["log", "skip", "rewind"], ANY_CASE] = used(
         "log",
-        "With spike_factor: skip drops the gradients of such a step, as a step that overflows does; weights, moments and the scheduler "
-        "stay. After 10 skipped steps in succession the comparison starts again without former norms. Checkpoints hold the norms",
+        "With spike_factor or loss_spike_factor: skip drops the gradients of such a step, as a step that overflows does; weights, moments "
+        "and the scheduler stay. rewind (with snapshot_steps) goes back to the newest snapshot or checkpoint and goes on with the batches "
+        "after the spike. After 10 spikes in succession the comparison starts again without former values. Checkpoints hold these values",
     )
     peak_tflops: Positive | None = used(
         None,

@@ -100,6 +100,13 @@ class Accumulation:
         """Return whether there were micro-steps since the last optimizer step."""
         return self._in_cycle > 0
 
+    def samples_of_step(self, total: int) -> int:
+        """Return the samples of all ranks in the present optimizer step, of ``total`` where it has ``steps`` micro-steps.
+
+        Where every call of ``step`` updates, the number of micro-steps before it counts.
+        """
+        return total if self.managed else total // self.steps * self._in_cycle
+
     @property
     def of_step(self) -> int:
         """Return the number of micro-steps since the last optimizer step."""

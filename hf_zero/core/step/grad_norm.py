@@ -74,9 +74,14 @@ def _runs(part: TpShard, shape: Sequence[int]) -> list[tuple[Range, int]]:
 
 
 def global_norm(
-    shards: Sequence[torch.Tensor], collectives: Collectives, sharded: bool, model: ModelAxis | None = None, threads: int | None = None
+    shards: Sequence[torch.Tensor],
+    collectives: Collectives,
+    sharded: bool,
+    model: ModelAxis | None = None,
+    threads: int | None = None,
+    beside: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the 2-norm of all gradients together; collective if ``sharded`` or ``model``.
+    """Return the 2-norm of all gradients together; collective if ``sharded`` or ``model``, or with ``beside``.
 
     Args:
         shards: This rank's gradients, one 1D tensor per unit.
@@ -84,10 +89,15 @@ def global_norm(
         sharded: Whether each rank holds another part; otherwise all ranks hold the same gradients.
         model: The ranks that together hold one model, if there are several.
         threads: Largest number of threads over host memory; None is torch's number. The result does not depend on it.
+        beside: (n,) float64 on the device of the axis, which is replaced by its sum over ``collectives``; it travels in the norm's message
+            if there is one over this axis.
 
     Returns:
         0-dim fp32 tensor, the same on every rank.
     """
+    if beside is not None and not (sharded and (shards or model is not None)):
+        collectives.all_reduce(beside, "loss").wait()
+        beside = None
     if not shards and model is None:
         return torch.zeros((), device=collectives.topology.device)
     device = collectives.topology.device
@@ -101,7 +111,12 @@ def global_norm(
             by_count[alike] += _rest(shard, [part for part, _ in copies])
         square = torch.stack([_sum_of_squares(tensors, device, threads) / count for count, tensors in by_count.items()]).sum()
         model.collectives.all_reduce(square, "gradient norm").wait()
-    if sharded:
+    if sharded and beside is not None:
+        together = torch.cat([square.reshape(1), beside])
+        collectives.all_reduce(together, "gradient norm").wait()
+        square = together[0]
+        beside.copy_(together[1:])
+    elif sharded:
         collectives.all_reduce(square, "gradient norm").wait()
     return square.sqrt().float()
 

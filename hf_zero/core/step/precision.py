@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -91,3 +92,14 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype, kept: KeptTypes) -> n
         if find_unit(param) is None:
             cast_param(param, policy, param.device, kept)
     return module
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """Return ``value`` with its floating-point tensors in ``dtype``; named tuples stay as they are, which torch's pytree would open."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        return type(value)({key: cast_floating(item, dtype) for key, item in value.items()})  # type: ignore[call-arg]
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(cast_floating(item, dtype) for item in value)
+    return value

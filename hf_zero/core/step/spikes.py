@@ -1,4 +1,10 @@
-"""Recognize optimizer steps whose gradient norm is far above the norms before it."""
+"""Recognize optimizer steps whose gradient norm or loss is far above the steps before them.
+
+[Note: the loss of a step] On each rank it is the sum of the losses of the step's backwards as they were back-propagated, without loss scale
+and divided by ``gradient_accumulation_steps`` where the engine divides; the mean over all ranks is compared. It travels with the gradient
+norm where that is summed over the same ranks (``core/step/step.py``). A backward that the script starts without telling the engine the loss
+makes the loss of the step unknown, and an unknown loss is never a spike.
+"""
 
 from __future__ import annotations
 
@@ -9,68 +15,229 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+import torch
+
 from hf_zero.observe import log_rank0
 
-WINDOW = 100  # largest number of earlier norms that a new one is compared with
-LEAST = 20  # number of earlier norms that are needed to detect a spike
-MOST_SKIPPED = 10  # number of consecutive spikes after which large norms count as usual
+WINDOW = 100  # largest number of earlier values that a new one is compared with
+LEAST = 20  # number of earlier values that are needed to detect a spike
+MOST_SKIPPED = 10  # number of consecutive spikes after which large values count as usual
+MOST_REWINDS = 3  # number of times that an engine goes back to the same weights
+ENDINGS = {"log": "The update is made", "skip": "The update is skipped", "rewind": "The update is not made"}
 
 
 @dataclass
-class NormSpikes:
-    """Comparison of each gradient norm with the median of the last ones.
-
-    Later norms are not compared with spikes. After ``MOST_SKIPPED`` consecutive spikes the norm has grown permanently, so the comparison
-    starts again without earlier norms. Every rank has the same norm, so all ranks decide alike without communication.
+class Window:
+    """The last usual values of one quantity.
 
     Attributes:
-        factor: A norm above this many times the median is a spike.
-        skips: Whether the update of such a step is skipped.
-        norms: The last norms that were not spikes, at most ``WINDOW``.
-        consecutive: Number of spikes since the last norm that was not a spike.
+        name: Name in the log.
+        factor: A value above this many times the median is a spike; 0 compares nothing.
+        least: Smallest median that values are compared with; a multiple of a smaller one means nothing.
+        values: The last values that were not spikes, at most ``WINDOW``.
     """
 
+    name: str
     factor: float
-    skips: bool
-    norms: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    consecutive: int = 0
+    least: float
+    values: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
-    def found(self, norm: float, step: int, samples: tuple[int, int]) -> bool:
-        """Return whether ``norm`` is a spike, and log it.
+    @property
+    def usual(self) -> float:
+        """Return the median; inf as long as nothing is compared with it."""
+        middle = median(self.values) if len(self.values) >= LEAST else math.inf
+        return middle if middle >= self.least else math.inf
+
+    def has_spike(self, value: float) -> bool:
+        """Return whether ``value`` is a spike; one that is not finite is a spike at any time."""
+        return bool(self.factor) and not (math.isfinite(value) and value <= self.factor * self.usual)
+
+    def describe(self, value: float) -> str:
+        """Return a clause about a value that is a spike."""
+        if not math.isfinite(value):
+            return f"{self.name} is {value}"
+        times = value / self.usual if self.usual else math.inf
+        return f"{self.name} {value:.4g} is {times:.3g} times the median of the last {len(self.values)} steps ({self.usual:.4g})"
+
+
+class Spikes:
+    """Comparison of each step's gradient norm and loss with the medians of the last ones.
+
+    Later values are not compared with those of a step that was a spike. After ``MOST_SKIPPED`` consecutive spikes the values have grown
+    permanently, so the comparison starts again without earlier values. Every rank has the same norm and the same loss, so all ranks decide
+    alike without communication.
+
+    Args:
+        action: "log", "skip" or "rewind".
+        norm_factor: A norm above this many times the median is a spike; 0 compares no norms.
+        loss_factor: The same for the loss.
+
+    Attributes:
+        action: See the argument.
+        norms: The last gradient norms.
+        losses: The last losses. Multiples of a median of 0 or less mean nothing, so nothing is compared with it.
+        consecutive: Number of spikes since the last step that was none.
+        rewinds: Number of times in succession that the engine went back to the same weights.
+        updates: Number of updates in these weights; -1 if it never went back.
+        found_at: Step of the last spike; 0 if there was none.
+        measured: Numbers of that spike, for monitors.
+    """
+
+    def __init__(self, action: str, norm_factor: float, loss_factor: float = 0.0) -> None:
+        self.action = action
+        self.norms = Window("the gradient norm", norm_factor, 0.0)
+        self.losses = Window("the loss", loss_factor, math.ulp(0.0))
+        self.consecutive = 0
+        self.rewinds, self.updates = 0, -1
+        self.found_at = 0
+        self.measured: dict[str, float] = {}
+        self._sum: torch.Tensor | None = None
+        self._unknown = False
+
+    @property
+    def compares(self) -> bool:
+        """Return whether any quantity is compared."""
+        return bool(self.norms.factor or self.losses.factor)
+
+    # -- the loss of a step ---------------------------------------------------------------------------------------------
+
+    def add_loss(self, loss: torch.Tensor | None, divisor: int = 1) -> None:
+        """Add the loss of a backward to the loss of the coming step, without waiting for the device.
+
+        Args:
+            loss: Scalar; None if it is unknown.
+            divisor: Number that the gradients are divided by later.
+        """
+        if not self.losses.factor:
+            return
+        if loss is None or loss.numel() != 1:
+            self._unknown = True
+            return
+        value = loss.detach().reshape(()).double() / divisor
+        self._sum = value if self._sum is None else self._sum + value
+
+    def forget_loss(self) -> None:
+        """Drop the losses since the last step, whose gradients were dropped too."""
+        self._sum, self._unknown = None, False
+
+    def loss_message(self, device: torch.device) -> torch.Tensor | None:
+        """Return (2,) float64 for a sum over ranks: this rank's loss of the step, and 1 if it is unknown. None if no losses are compared.
+
+        The losses of the step are dropped.
+        """
+        if not self.losses.factor:
+            return None
+        unknown = self._unknown or self._sum is None
+        value = torch.zeros((), dtype=torch.float64) if unknown or self._sum is None else self._sum
+        self.forget_loss()
+        return torch.stack([value.to(device), torch.tensor(float(unknown), dtype=torch.float64, device=device)])
+
+    # -- decisions ------------------------------------------------------------------------------------------------------
+
+    def watch(self, steps: int, begin: int, samples: int) -> StepWatch | None:
+        """Return the watch of the coming step; None if nothing is compared.
+
+        Args:
+            steps: Number of optimizer steps before it.
+            begin: Number of samples of all ranks before it.
+            samples: Number of samples of one step.
+        """
+        self.found_at = 0
+        return StepWatch(self, steps + 1, (begin, begin + samples)) if self.compares else None
+
+    def found(self, norm: float, step: int, samples: tuple[int, int], loss: float | None = None) -> bool:
+        """Return whether a step is a spike, and log it.
 
         Args:
             norm: Gradient norm before clipping, without loss scale. One that is not finite is a spike at any time.
             step: Number of the optimizer step, from 1 on.
             samples: Number of the step's first sample among all samples of the run, and 1 + the number of its last.
+            loss: Mean loss of the step, see [Note: the loss of a step]; None if it is unknown.
         """
-        usual = median(self.norms) if len(self.norms) >= LEAST else math.inf
-        if math.isfinite(norm) and norm <= self.factor * usual:
-            self.norms.append(norm)
+        values = {"grad_norm": (self.norms, norm)} | ({"loss": (self.losses, loss)} if loss is not None else {})
+        large = {name: (window, value) for name, (window, value) in values.items() if window.has_spike(value)}
+        if not large:
+            for window, value in values.values():
+                if window.factor:
+                    window.values.append(value)
             self.consecutive = 0
             return False
         self.consecutive += 1
-        log_rank0(
-            "step=%d: the gradient norm %.4g is %.3g times the median of the last %d steps (%.4g); samples %d to %d of the run. %s",
-            step,
-            norm,
-            norm / usual if usual else math.inf,
-            len(self.norms),
-            usual,
-            samples[0],
-            samples[1] - 1,
-            "The update is skipped" if self.skips else "The update is made",
-        )
+        what = ", and ".join(window.describe(value) for window, value in large.values())
+        log_rank0("step=%d: %s; samples %d to %d of the run. %s", step, what, samples[0], samples[1] - 1, ENDINGS[self.action])
+        numbers = {**{name: value for name, (_, value) in large.items()}, "step": step, "first_sample": samples[0]}
+        self.found_at, self.measured = step, {f"Train/Spike/{name}": float(value) for name, value in numbers.items()}
         if self.consecutive == MOST_SKIPPED:
-            log_rank0("step=%d: the last %d norms were all that large; from now on they count as usual", step, MOST_SKIPPED)
-            self.norms.clear()
+            log_rank0("step=%d: the last %d steps were all spikes; from now on such values count as usual", step, MOST_SKIPPED)
+            for window, _ in large.values():
+                window.values.clear()
             self.consecutive = 0
         return True
 
+    def measure(self, step: int) -> Mapping[str, float]:
+        """Return the numbers of the spike of ``step``; none if that was no spike. A measure of ``Reports``."""
+        return self.measured if step == self.found_at else {}
+
+    def asks_to_rewind(self, step: int) -> bool:
+        """Return whether ``step`` was a spike after which the engine is to go back."""
+        return self.action == "rewind" and step == self.found_at
+
+    def may_rewind(self, updates: int) -> bool:
+        """Return whether the engine may go back to weights with ``updates`` updates in them: not more than ``MOST_REWINDS`` times."""
+        return updates != self.updates or self.rewinds < MOST_REWINDS
+
+    def rewound(self, rewinds: int, updates: int, step: int, measured: dict[str, float]) -> None:
+        """Record that the engine went back after the spike of ``step``; the norms and losses are loaded already."""
+        self.rewinds, self.updates = rewinds, updates
+        self.found_at, self.measured = step, measured
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------------
+
     def state_dict(self) -> dict[str, Any]:
-        """Return plain JSON values: ``norms`` and ``consecutive``."""
-        return {"norms": list(self.norms), "consecutive": self.consecutive}
+        """Return plain JSON values: ``norms``, ``losses``, ``consecutive``, ``rewinds`` and ``updates``."""
+        return {
+            "norms": list(self.norms.values),
+            "losses": list(self.losses.values),
+            "consecutive": self.consecutive,
+            "rewinds": self.rewinds,
+            "updates": self.updates,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state."""
-        self.norms = deque(state["norms"], maxlen=WINDOW)
+        """Continue from a saved state; one from before losses were compared has norms alone."""
+        self.norms.values = deque(state["norms"], maxlen=WINDOW)
+        self.losses.values = deque(state.get("losses", ()), maxlen=WINDOW)
         self.consecutive = state["consecutive"]
+        self.rewinds, self.updates = state.get("rewinds", 0), state.get("updates", -1)
+
+
+@dataclass(frozen=True)
+class StepWatch:
+    """Comparison of one optimizer step.
+
+    Attributes:
+        spikes: The values of the steps before it.
+        step: Number of the step, from 1 on.
+        samples: Number of its first sample among all samples of the run, and 1 + the number of its last.
+    """
+
+    spikes: Spikes
+    step: int
+    samples: tuple[int, int]
+
+    def loss_message(self, device: torch.device) -> torch.Tensor | None:
+        """Return what the ranks add up for the loss, see ``Spikes.loss_message``."""
+        return self.spikes.loss_message(device)
+
+    def skips(self, norm: torch.Tensor, message: torch.Tensor | None, world: int) -> bool:
+        """Return whether the update is not made because the step is a spike.
+
+        Args:
+            norm: Gradient norm, 0-dim.
+            message: The sum of ``loss_message`` over ranks.
+            world: Number of these ranks.
+        """
+        numbers = norm.double().reshape(1) if message is None else torch.cat([norm.double().reshape(1), message])
+        measured, *loss = numbers.tolist()
+        mean = loss[0] / world if loss and not loss[1] else None
+        return self.spikes.found(measured, self.step, self.samples, mean) and self.spikes.action != "log"

@@ -18,6 +18,7 @@ from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.agreement import Agreed, agree, same_clipping, same_groups, same_pace
 from hf_zero.core.step.grad_norm import clip_factor, first_non_finite, global_norm, model_axis
 from hf_zero.core.step.loss_scale import LossScaler
+from hf_zero.core.step.spikes import StepWatch
 from hf_zero.core.step.trained_set import TrainedUnits
 from hf_zero.core.step.written import WrittenValues, have_written, note_added, refuse_added, take_written
 from hf_zero.core.units.unit import trained_of
@@ -138,10 +139,16 @@ class Stepper:
         """Prepare optimizer and units for a backward."""
         self.optimizer.state_store.expect(self.scaler.scale if boundary else None)
 
-    def norm_of(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the norm of all gradients, with loss scale; 0-dim, the same on every rank. Collective."""
+    def norm_of(self, shards: Sequence[torch.Tensor], beside: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the norm of all gradients, with loss scale; 0-dim, the same on every rank. Collective.
+
+        ``beside``, (n,) float64, is replaced by its sum over the ranks of the step's vote.
+        """
         stage, store = self.settings.stage, self.optimizer.state_store
-        return global_norm(shards, self.collectives, stage.optimizer_sharded, self._parts, store.threads)
+        if beside is not None and self.everyone is not self.collectives:
+            self.everyone.all_reduce(beside, "loss").wait()
+            beside = None
+        return global_norm(shards, self.collectives, stage.optimizer_sharded, self._parts, store.threads, beside)
 
     def culprit_of(self, shards: Sequence[torch.Tensor]) -> str:
         """Return the name of the first parameter with a gradient that is not finite; collective."""
@@ -227,11 +234,11 @@ class Stepper:
         self.optimizer.state_store.halt()
         return shards
 
-    def take(self, skips: Callable[[torch.Tensor], bool] | None = None) -> StepResult:
+    def take(self, watch: StepWatch | None = None) -> StepResult:
         """Take one step with the gradients accumulated so far and the gradients that the script has written; collective.
 
         Args:
-            skips: Called with the gradient norm, a finite 0-dim tensor that is the same on all ranks; returns whether to skip the update.
+            watch: Decides whether the update is skipped, because the step is a spike.
 
         Raises:
             StateError: On every rank, if ranks have begun different numbers of micro-steps or have different hyper-parameters, if a
@@ -246,14 +253,15 @@ class Stepper:
         if not groups:
             return StepResult(torch.tensor(math.nan), False, signal=agreed.signal, groups=0)
         with span("norm"):
-            scaled_norm = self.norm_of(shards)
+            loss = watch.loss_message(self.collectives.topology.device) if watch is not None else None
+            scaled_norm = self.norm_of(shards, loss)
         overflow = self.settings.skips_overflow and not bool(torch.isfinite(scaled_norm))
         norm = torch.full_like(scaled_norm, math.inf) if overflow else scaled_norm / self.scaler.scale
         culprit = ""
         skipped = overflow
         if overflow:
             culprit = self.culprit_of(shards)
-        elif skips is not None and skips(norm):
+        elif watch is not None and watch.skips(norm, loss, self.everyone.world):
             skipped = True
         else:
             self.optimizer.begin_step()

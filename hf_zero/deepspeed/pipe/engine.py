@@ -10,8 +10,8 @@ from torch import nn
 
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
-from hf_zero.core.engine import cast_floating
 from hf_zero.core.engine_parts import EngineParts
+from hf_zero.core.step.precision import cast_floating
 from hf_zero.deepspeed.engine import Engine
 from hf_zero.deepspeed.pipe.batches import Feed, MicroBatch, agree
 from hf_zero.deepspeed.pipe.module import PipelineModule
@@ -112,6 +112,7 @@ class PipelineEngine(Engine):
         loss = self._everywhere(work.losses)
         self._report(work.additional)
         self.progress.last_loss = loss
+        self.spikes.add_loss(loss)
         super().step()
         return loss
 

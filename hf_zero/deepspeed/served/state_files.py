@@ -20,6 +20,7 @@ from hf_zero.checkpoint.files.tensor_reader import RangeReader
 from hf_zero.checkpoint.format.index import Index
 from hf_zero.checkpoint.format.names import INDEX_FILE, VALUES_FILE
 from hf_zero.checkpoint.format.values import Decoder
+from hf_zero.checkpoint.state.beside import divided
 from hf_zero.checkpoint.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as convert
 from hf_zero.system import own_files
 from hf_zero.system.object_store import Place, place_of
@@ -73,8 +74,8 @@ def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int
     """
     folder, index = _open(checkpoint_dir)
     reader = RangeReader(folder, index.files)
-    client_state = Decoder(lambda name: reader.whole(VALUES_FILE, name), str(folder / INDEX_FILE)).decode(index.client_state)
-    return _write({**index.counters, **client_state}, "model_states")
+    held = Decoder(lambda name: reader.whole(VALUES_FILE, name), str(folder / INDEX_FILE)).decode(index.client_state)
+    return _write({**index.counters, **divided(held)[0]}, "model_states")
 
 
 def _open(checkpoint_dir: str | os.PathLike[str]) -> tuple[Place, Index]:
