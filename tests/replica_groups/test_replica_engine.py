@@ -16,6 +16,7 @@ from hf_zero.replica_groups.quorum import Formed, Member, Quorum
 from hf_zero.replica_groups.transfer import receive_state, send_state
 from tests.support import ranks
 from tests.support.checkpoints import differences, full_state, start, steps
+from tests.support.models import LENGTH, class_loss
 
 
 class _Pretended:
@@ -26,6 +27,7 @@ class _Pretended:
         self.sent: list[torch.Tensor] = []
         self.members = (Member(0, 0, 0, False, False), Member(1, 0, 0, False, False))
         self.log: list[str] = []
+        self.averages = 0
 
     def form(self, step: int, digest: int, fresh: bool) -> Formed:
         self.log.append(f"form {len(self.members)}")
@@ -41,6 +43,7 @@ class _Pretended:
         return [numbers[0] + self.different, *numbers[1:]]
 
     def average(self, tensors: list[torch.Tensor]) -> None:
+        self.averages += 1
         for tensor in tensors:
             if self.failures > 0:
                 tensor.fill_(float("nan"))
@@ -80,6 +83,12 @@ def _one_group(stage: int) -> None:
         steps(together, 0, 1)
         assert together.get_global_grad_norm() == 0.0
         assert together.global_samples == 2 * together.samples_per_step and groups.members == (0, 1)
+        # A norm that is asked for before the step averages once; gradients that are then discarded do not save the next average.
+        for discards, averages in ((True, 2), (False, 3)):
+            together.backward(class_loss(together, {"inputs": torch.ones(2, LENGTH), "labels": torch.zeros(2, dtype=torch.long)}))
+            assert float(together.stepper.measure()) == 0.0 and quorum.averages == averages
+            together.zero_grad() if discards else together.step()
+        assert together.global_steps == 2 and quorum.averages == 3
         together.destroy()
         assert quorum.log[-1] == "closed"
         # The other group dies in the average: this one takes its own gradients, which the failed average has not changed.

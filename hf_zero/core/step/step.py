@@ -137,6 +137,7 @@ class Stepper:
 
     def prepare(self, boundary: bool) -> None:
         """Prepare optimizer and units for a backward."""
+        self._averaged = None  # of a step that was measured and not taken
         self.optimizer.state_store.expect(self.scaler.scale if boundary else None)
 
     def norm_of(self, shards: Sequence[torch.Tensor], beside: torch.Tensor | None = None) -> torch.Tensor:
