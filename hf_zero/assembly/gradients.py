@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -113,8 +114,12 @@ class GradientsBuilder:
         overlap = self._config.zero_optimization.overlap_comm is not False
         data = self._networks.collectives.data
         tell = partial(data.gather_objects, unit="a backward that broke off")
-        late = partial(data.any_of, unit="late gradients")
-        return Reducer(entries, self._exchange, overlap, late, tell, self._networks.topology.device)
+
+        def ask(late: list[bool]) -> Callable[[], list[bool]]:
+            vote = data.begin_vote(late, "late gradients")
+            return lambda: [bool(answer) for answer in data.told(vote, late)]
+
+        return Reducer(entries, self._exchange, overlap, ask, tell, self._networks.topology.device)
 
     def add_errors_to_checkpoints_of(self, optimizer: ShardedOptimizer) -> None:
         """Let checkpoints of ``optimizer`` store the quantization errors of gradients, if gradients are sent quantized; local."""

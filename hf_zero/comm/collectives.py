@@ -20,6 +20,7 @@ from hf_zero.errors import CollectiveError
 
 TAGS = 1 << 16  # back ends use smaller tags for their own messages
 _VOTE = TAGS + 1  # tag of votes
+FEW = 8  # largest number of ranks that send small messages directly to each other
 _numbers: dict[Any, int] = {}  # by the name of a process group
 _networks: dict[int, list[ref[Collectives]]] = {}  # by the number of their process group
 
@@ -250,38 +251,71 @@ class Collectives(ABC):
 
     def largest_of(self, values: Sequence[float], unit: str) -> list[float]:
         """Return for each of ``values`` (to 24 bits) the maximum over ranks, the same on every rank. Waits like ``any_rank``."""
+        return self.told(self.begin_vote(values, unit), values)
+
+    def begin_vote(self, values: Sequence[float], unit: str) -> Pending | None:
+        """Send ``values`` to the other ranks, if there are any, without waiting; ``told`` returns the result. One vote at a time.
+
+        [Note: votes behind data] On gloo the messages of a vote follow data that was sent earlier, over the same connections. So a vote
+        that begins when the last reduction has been sent, and is read after that reduction has ended, needs no wait of its own.
+        """
         if self.world == 1:
-            return list(values)
+            return None
         group = self.topology.group
-        with observe.waiting("votes", f"vote ({unit})"):
-            votes = torch.tensor(values, dtype=torch.float32, device=host_device(group, self.topology.device))
-            if votes.device.type == "cpu" and serving_backend(group, votes.device) == "gloo":
-                self._disseminate(votes, observe.note("all_reduce", unit))
-            else:
-                self.all_reduce(votes, unit, dist.ReduceOp.MAX).wait()
-            return self._read(votes, values)
+        votes = torch.tensor(values, dtype=torch.float32, device=host_device(group, self.topology.device))
+        if votes.device.type == "cpu" and serving_backend(group, votes.device) == "gloo":
+            return self._disseminate(votes, observe.note("all_reduce", unit))
+        return self.all_reduce(votes, unit, dist.ReduceOp.MAX).then(lambda _: votes)
+
+    def told(self, vote: Pending | None, values: Sequence[float]) -> list[float]:
+        """Wait for ``vote``, to which this rank has contributed ``values``, and return what ``largest_of`` does."""
+        if vote is None:
+            return list(values)
+        with observe.waiting("votes", vote.label.replace("all_reduce", "vote")):
+            return self._read(vote.received(), values)
 
     def _read(self, votes: torch.Tensor, own: Sequence[float]) -> list[float]:
         """Return the elements of ``votes`` as numbers; this rank has contributed ``own``."""
         return list(votes.tolist())
 
-    def _disseminate(self, votes: torch.Tensor, label: str) -> None:
-        """Compute the maximum of ``votes`` over ranks: in round k each rank sends its maximum so far to the rank 2^k positions further on.
-        gloo's own ring needs twice as many sequential messages as there are ranks; this needs their binary logarithm.
+    def _disseminate(self, votes: torch.Tensor, label: str) -> Pending:
+        """Start to replace ``votes`` by its maximum over ranks.
+
+        A few ranks send their votes directly to each other. Of many ranks, each sends its maximum so far to the rank 2^k positions further
+        on in round k; the first round starts now, the others run in the wait. gloo's own ring needs twice as many sequential messages as
+        there are ranks; this needs one, or the binary logarithm of that number.
         """
-        group, distance = self.topology.group, 1
-        while distance < self.world:
-            heard = torch.empty_like(votes)
-            source, target = ((self.rank + by) % self.world for by in (-distance, distance))
-            self.sent_bytes += votes.nbytes
+        group = self.topology.group
 
-            def exchange(heard: torch.Tensor = heard, source: int = source, target: int = target) -> list[Any]:
-                receive = dist.irecv(heard, group=group, tag=_VOTE, group_src=source)
-                return [dist.isend(votes, group=group, tag=_VOTE, group_dst=target), receive]
+        def start(distances: Sequence[int]) -> tuple[list[torch.Tensor], list[Any]]:
+            heard = [torch.empty_like(votes) for _ in distances]
+            self.sent_bytes += len(distances) * votes.nbytes
 
-            Pending(label, self.launch(label, exchange), group=group).wait()
-            torch.maximum(votes, heard, out=votes)
-            distance *= 2
+            def exchange() -> list[Any]:
+                works = []
+                for distance, place in zip(distances, heard, strict=True):
+                    source, target = ((self.rank + by) % self.world for by in (-distance, distance))
+                    works.append(dist.irecv(place, group=group, tag=_VOTE, group_src=source))
+                    works.append(dist.isend(votes, group=group, tag=_VOTE, group_dst=target))
+                return works
+
+            return heard, self.launch(label, exchange)
+
+        rounds = [[*range(1, self.world)]] if self.world <= FEW else [[1 << k] for k in range((self.world - 1).bit_length())]
+        first, works = start(rounds[0])
+
+        def finish() -> torch.Tensor:
+            torch.amax(torch.stack([votes, *first]), 0, out=votes)
+            for distances in rounds[1:]:
+                heard, works = start(distances)
+                Pending(label, works, group=group).wait()
+                torch.maximum(votes, heard[0], out=votes)
+            return votes
+
+        pending = Pending(label, works, finish, group=group, keep=(votes, *first))
+        if self.pretended:  # a plan counts what a call sends
+            pending.wait()
+        return pending
 
     def connect(self) -> None:
         """Connect this rank with every other rank, and wait until all are connected; collective.

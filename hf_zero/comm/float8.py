@@ -21,28 +21,53 @@ _SMALLEST = 1e-12  # torchao's lower limit of m
 class Float8Codes:
     """Codes of the parameters of one unit.
 
+    [Note: scales of a step] The largest values m are compared over ranks once: those of all units in one collective after an update
+    (``compare_scales``), otherwise those of the unit in its next all-gather. They are kept until a shard changes, see [Note: dropped
+    together]: torchao's ``precompute_float8_dynamic_scale_for_fsdp`` does the same for FSDP2.
+
     Args:
         dtype: Dtype of the codes, of one byte.
         weights: (start, stop) of each parameter in the whole buffer.
         owned: (start, stop) of this rank's shard in the whole buffer.
     """
 
+    kept = True
+
     def __init__(self, dtype: torch.dtype, weights: Sequence[tuple[int, int]], owned: tuple[int, int]) -> None:
         self._dtype = dtype
         self._weights = list(weights)
         first, last = owned
         self._parts = [(max(start, first) - first, max(min(stop, last), first) - first) for start, stop in weights]
-        self._largest: torch.Tensor | None = None
+        self._agreed: torch.Tensor | None = None  # m of the present shards, (parameters,); None until the ranks have compared theirs
+        self._largest: torch.Tensor | None = None  # m of the last all-gather
+
+    @property
+    def agreed(self) -> bool:
+        """Return whether the ranks have compared the largest values of their present shards."""
+        return self._agreed is not None
+
+    def forget(self) -> None:
+        """Let the next all-gather compare the largest values anew."""
+        self._agreed = None
+
+    def agree(self, largest: torch.Tensor) -> None:
+        """Take the largest absolute value of each parameter over all ranks, (parameters,)."""
+        self._agreed = largest
+
+    def largest_of(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return the largest absolute value of each parameter in this rank's ``shard`` (n,): (parameters,) fp32; local."""
+        zero = torch.zeros((), dtype=torch.float32, device=shard.device)
+        parts = [shard[start:stop] for start, stop in self._parts]
+        return torch.stack([part.abs().max().float() if part.numel() else zero for part in parts])
 
     def all_gather(self, collectives: Collectives, full: torch.Tensor, shard: torch.Tensor, unit: str) -> Pending:
         """Fill ``full`` (world * n,) with the values of the codes of every rank's ``shard`` (n,), this rank's included; collective."""
         if collectives.world == 1:
             return collectives.all_gather(full, shard, unit)
-        zero = torch.zeros((), dtype=torch.float32, device=full.device)
-        parts = [shard[start:stop] for start, stop in self._parts]
-        largest = torch.stack([part.abs().max().float() if part.numel() else zero for part in parts])
-        collectives.all_reduce(largest, unit, dist.ReduceOp.MAX).wait()
-        self._largest = largest
+        if self._agreed is None:
+            self._agreed = self.largest_of(shard)
+            collectives.all_reduce(self._agreed, unit, dist.ReduceOp.MAX).wait()
+        self._largest = largest = self._agreed
         codes = torch.zeros(full.numel(), dtype=self._dtype, device=full.device)
         own = codes.chunk(collectives.world)[collectives.rank]
         self._encode(shard, own, largest)
@@ -73,3 +98,18 @@ class Float8Codes:
 
     def _scales(self, largest: torch.Tensor) -> torch.Tensor:
         return (torch.finfo(self._dtype).max / largest.double().clamp(min=_SMALLEST)).float()
+
+
+def compare_scales(shards: Sequence[tuple[Float8Codes, torch.Tensor]], collectives: Collectives) -> None:
+    """Compare the largest values of several units over ranks, in one collective, for the gathers that follow.
+
+    Args:
+        shards: The codes of each unit, and its shard (n,) on the device; the same units on every rank.
+        collectives: Network of the ranks that hold the shards.
+    """
+    if shards and collectives.world > 1:
+        largest = [codes.largest_of(shard) for codes, shard in shards]
+        together = torch.cat(largest)
+        collectives.all_reduce(together, "float8 scales", dist.ReduceOp.MAX).wait()
+        for (codes, _), values in zip(shards, together.split([len(values) for values in largest]), strict=True):
+            codes.agree(values)

@@ -19,7 +19,20 @@ GRADIENT_BITS = 4
 
 
 class Codes(Protocol):
-    """Codes that carry the values of a unit in its all-gathers."""
+    """Codes that carry the values of a unit in its all-gathers.
+
+    Attributes:
+        kept: Whether they need values that follow from the shards of all ranks, and keep them between gathers.
+    """
+
+    kept: bool
+
+    @property
+    def agreed(self) -> bool:
+        """Return whether such values are kept now."""
+
+    def forget(self) -> None:
+        """Drop these values, because shards have changed; local, on every rank."""
 
     def all_gather(self, collectives: Collectives, full: torch.Tensor, shard: torch.Tensor, unit: str) -> Pending:
         """Gather like ``Collectives.all_gather``; every rank's part of ``full``, this one's included, gets the values of its codes."""
@@ -30,6 +43,11 @@ class Codes(Protocol):
 
 class BlockCodes:
     """8 bits per element, a scale for each block of neighbouring elements."""
+
+    kept = agreed = False
+
+    def forget(self) -> None:
+        """Do nothing: the scales are in the messages."""
 
     def all_gather(self, collectives: Collectives, full: torch.Tensor, shard: torch.Tensor, unit: str) -> Pending:
         """Call ``all_gather_codes``."""

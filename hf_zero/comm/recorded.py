@@ -67,9 +67,13 @@ class RecordedCollectives(Collectives):
     def all_reduce(self, tensor: torch.Tensor, unit: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
         return self._record("all_reduce", unit, tensor, lambda: self.inner.all_reduce(tensor, unit, op))
 
-    def largest_of(self, values: Sequence[float], unit: str) -> list[float]:
-        answers: list[float] = self._record_blocking("all_reduce", unit, 4 * len(values), lambda: self.inner.largest_of(values, unit))
-        return answers
+    def begin_vote(self, values: Sequence[float], unit: str) -> Pending | None:
+        call = self.log.begin("all_reduce", unit, 4 * len(values), self.world, self._watch) if self.world > 1 else None
+        vote = self.inner.begin_vote(values, unit)
+        return vote if call is None or vote is None else self._noted(call, vote)
+
+    def told(self, vote: Pending | None, values: Sequence[float]) -> list[float]:
+        return self.inner.told(vote, values)
 
     def connect(self) -> None:
         self.inner.connect()
@@ -90,8 +94,10 @@ class RecordedCollectives(Collectives):
     def _record_bytes(self, operation: str, unit: str, nbytes: int, issue: Callable[[], Pending]) -> Pending:
         call = self.log.begin(operation, unit, nbytes, self.world, self._watch) if self.world > 1 else None
         pending = issue()
-        if call is None:
-            return pending
+        return pending if call is None else self._noted(call, pending)
+
+    def _noted(self, call: Call, pending: Pending) -> Pending:
+        """Record the end of ``pending``, and when this rank begins to wait for it."""
         call.ended = self._watch.end_of(pending.works)
         finish = pending.finish
 

@@ -14,9 +14,9 @@ from torch import nn
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.units.layout import UnitState
 from hf_zero.core.units.listener import ParamListener
-from hf_zero.core.units.packed import with_outer
+from hf_zero.core.units.packed import OUTER, with_outer
 from hf_zero.core.units.unit import Unit, find_unit, is_sharded
-from hf_zero.core.units.values import shard_changed, write_back
+from hf_zero.core.units.values import own_part_changed, write_back
 from hf_zero.errors import StateError
 
 
@@ -77,8 +77,13 @@ class ParamAttributes(ParamListener):
 
     def state_changed(self, params: Iterable[nn.Parameter | None], state: UnitState) -> None:
         status = _STATUS[state]
-        for shown in _shown(params):
-            shown.ds_status = status
+        for param in params:  # runs for each parameter in each forward and backward
+            if param is not None:
+                attributes = param.__dict__
+                attributes["ds_status"] = status
+                if OUTER in attributes:
+                    for shown in with_outer(param):
+                        shown.ds_status = status
 
     def stays_unsharded(self, params: Iterable[nn.Parameter | None], stays: bool) -> None:
         for shown in _shown(params):
@@ -123,7 +128,7 @@ class OwnPartOfParameter(torch.Tensor):
             )
         self.detach().copy_(value)
         if unit is not None:
-            shard_changed(unit)
+            own_part_changed(unit)
             unit.own.refresh_master()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:

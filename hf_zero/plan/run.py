@@ -80,7 +80,7 @@ def _whole_bytes(state: TrainingState) -> int:
 
 _MOST_MICRO_STEPS = 3  # the first, one of the equal ones between, and the last
 _COLLECTIVES = (
-    "all_gather", "reduce_scatter", "all_reduce", "all_reduce_in_order", "exchange", "exchange_parts", "broadcast", "largest_of",
+    "all_gather", "reduce_scatter", "all_reduce", "all_reduce_in_order", "exchange", "exchange_parts", "broadcast", "begin_vote",
 )  # fmt: skip
 _DIRECT = ("exchange", "exchange_parts")  # each rank sends to each other rank directly, with every back end
 _EVEN = "assumed: tokens are spread evenly over experts; a rank whose experts receive more tokens holds, sends and computes more"
@@ -374,7 +374,7 @@ class _Run:
                 result = call(*args, **kwargs)
             nbytes = network.sent_bytes - before
             self.sent.add(nbytes, share)
-            if isinstance(result, Pending):
+            if isinstance(result, Pending) and not result.done:
                 self._measure_wait(result, nbytes, share)
             elif waits:
                 self.sent.add_exposed(nbytes, share)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ class _Unit:
     reshards: bool = True
     rests: bool = False
     exact: bool = False
+    derived: Any = field(default_factory=lambda: SimpleNamespace(kept=False))
 
     @property
     def layout(self) -> Any:
@@ -126,15 +128,15 @@ def _backward(model: _Model, ran: list[int], late: list[bool] | None) -> tuple[l
     entries = {unit.name: _Gradients(unit) for unit in (*root.units, *units)}  # type: ignore[type-var]
     flags: list[bool] = []
 
-    def agree(own: list[bool]) -> list[bool]:
+    def ask(own: list[bool]) -> Callable[[], list[bool]]:
         flags.extend(own)
-        return own if late is None else late
+        return lambda: own if late is None else late
 
     for block in (root, *blocks):
         block.gradients = [entries[block.name]]
     schedule = UnshardSchedule(root, blocks, model.limits, SimpleNamespace())  # type: ignore[arg-type]
     exchange: Any = SimpleNamespace(reduces=True)
-    reducer = Reducer(list(entries.values()), exchange, True, agree, lambda text: [text])  # type: ignore[arg-type]
+    reducer = Reducer(list(entries.values()), exchange, True, ask, lambda text: [text])  # type: ignore[arg-type]
     reducer.begin(reduces=True)
     for index in ran:
         blocks[index].watched()
@@ -259,7 +261,7 @@ def test_two_reductions_are_under_way_at_most() -> None:
     entries: Any = [_Gradients(_Unit(f"b{index}", 1, log)) for index in range(4)]
     for entry in entries:
         entry.finish_hop = lambda entry=entry: log.append(f"finish {entry.unit.name}")
-    reducer = Reducer(entries, SimpleNamespace(reduces=True), True, lambda flags: flags, lambda text: [text])  # type: ignore[arg-type]
+    reducer = Reducer(entries, SimpleNamespace(reduces=True), True, lambda flags: lambda: flags, lambda text: [text])  # type: ignore[arg-type]
     reducer.begin(reduces=True)
     for entry in reversed(entries):
         entry.arrive()

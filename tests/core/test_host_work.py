@@ -75,14 +75,23 @@ def _calls(blocks: int, zero: dict[str, Any]) -> int:
 
 @pytest.mark.fast_rows("0", "2", "3-reshard")
 @pytest.mark.parametrize(
-    "zero",
-    [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, **RESHARD}, {"stage": 3, "stage3_max_live_parameters": 0}],
+    ("zero", "calls"),
+    [
+        ({"stage": 0}, 180),
+        ({"stage": 1}, 163),
+        ({"stage": 2}, 163),
+        ({"stage": 3}, 372),
+        ({"stage": 3, **RESHARD}, 452),
+        ({"stage": 3, "stage3_max_live_parameters": 0}, 455),
+    ],
     ids=["0", "1", "2", "3", "3-reshard", "3-no-prefetch"],
 )
-def test_work_grows_as_the_model(zero: dict[str, Any]) -> None:
+def test_work_grows_as_the_model(zero: dict[str, Any], calls: int) -> None:
+    """Check that a step's calls grow with the number of blocks, and are at most ``calls`` per block of 4 parameters."""
     # Not ordered: one process stands for all ranks, and has nobody to be compared with.
     few, many = (ranks.run_ranks(_calls, 1, blocks, zero, group=False, ordered=False)[0] for blocks in (FEW, MANY))
     assert many / few <= GROWTH, f"{few} calls with {FEW} blocks, {many} with {MANY}"
+    assert many / MANY <= calls, f"{many / MANY:.0f} calls per block"
 
 
 def _copies(blocks: int) -> Counter[str]:

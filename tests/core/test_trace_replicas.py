@@ -86,7 +86,7 @@ def test_bytes_of_a_step(stage: int, accumulation: int, dtype: str) -> None:
 
     Inside the group: a reduce-scatter of (S-1)/S P b per micro-step; stages 1 and 2 gather updates, (S-1)/S P b; stage 3 gathers in forward
     and, except for the root, in backward. Between the groups: one all-reduce of shards per step, 2 (R-1)/R P/S, in the dtype of the
-    message, or in fp32 for a sum over micro-steps. Between all: votes, in two rounds.
+    message, or in fp32 for a sum over micro-steps. Between all: votes, to each of three ranks.
     """
     for _, sent, total, root in ranks.run_ranks(_one_step, 4, stage, accumulation, dtype):
         element = 4 if dtype == "fp32" else 2
@@ -95,8 +95,8 @@ def test_bytes_of_a_step(stage: int, accumulation: int, dtype: str) -> None:
         assert sent["replicas"] == total // 2 * (element if accumulation == 1 else 4)
         if stage < 3:
             assert sent["reductions"] == accumulation * half + half + norm
-            assert sent["votes"] == 2 * (STEP_VOTE_BYTES + late)
+            assert sent["votes"] == 3 * (STEP_VOTE_BYTES + late)
         else:
             assert sent["reductions"] == accumulation * half
             assert sent["gathers"] == accumulation * (2 * half - root * element // 2) + norm
-            assert sent["votes"] == 2 * (STEP_VOTE_BYTES + accumulation * (late + passes))
+            assert sent["votes"] == 3 * (STEP_VOTE_BYTES + accumulation * (late + passes))

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 import hf_zero
+from hf_zero import observe
+from hf_zero.comm.float8 import Float8Codes
 from hf_zero.core.units.packed import mark_float8
-from hf_zero.errors import ConfigError, UnsupportedError
+from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from tests.support import ranks, trainers
 from tests.support.models import CASES, VOCAB, Batch
 from tests.support.parity import DTYPES, Masters, Run, Trace, check, check_bitwise, collect, initialize, reference, train
@@ -280,8 +282,82 @@ def _one_scale_for_a_weight() -> None:
         assert all((value - whole[name].float()).abs().max() > 0 for value, name in zip(read, ("0.weight", "2.weight"), strict=True))
 
 
+def _reads_of_a_script() -> tuple[list[Tensor], list[list[str]], str]:
+    """Return what forwards read while a script writes weights, the labels of each step, and the error of a write that no vote follows."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Identity(), nn.Linear(24, 8), nn.Linear(8, 8), nn.Linear(8, 1))
+    model.forward = lambda x: model[3](torch.tanh(model[2](torch.tanh(model[1](x)))))  # type: ignore[method-assign]
+    reads: list[Tensor] = []
+    writes = [False]
+
+    def look(module: Any, _: Any) -> None:
+        with torch.no_grad():
+            if writes[0]:
+                module.weight[0, 0] += 5.0  # in a part of one rank
+        reads.append(module.weight.detach().clone())
+
+    for layer in model[1:]:
+        mark_float8(layer.weight, E4M3)
+        layer.register_forward_pre_hook(look)
+    zero = {"stage3_max_reuse_distance": 0, "leaf_module": {"names": ["1", "2"]}}
+    engine = initialize(model, Run(3, "bf16", accumulation=2, extra={"zero_optimization": zero}))
+    labels = []
+    x = torch.randn(3, 24, generator=torch.Generator().manual_seed(1)).bfloat16()
+    params = list(model.parameters())
+
+    def train_step() -> None:
+        for _ in range(2):
+            engine.backward(engine(x).square().mean())
+            engine.step()
+
+    for step in range(5):
+        writes[0] = step == 2
+        with observe.record_labels() as found:
+            train_step()
+        labels.append(found)
+        if step == 3:
+            with torch.no_grad(), hf_zero.zero.GatheredParameters(params):
+                params[0].data.view(-1)[:1].fill_(9.0)
+            engine.eval()
+            engine(x)
+            with torch.no_grad(), hf_zero.zero.GatheredParameters(params, modifier_rank=1):
+                params[2].data.view(-1)[-1:].fill_(-7.0)
+            engine(x)
+            hf_zero.utils.safe_set_full_fp32_param(params[4], torch.full((1, 8), 3.0))
+            engine(x)
+            engine.train()
+    writes[0] = True
+    for _ in range(2):  # alone, so no vote of the ranks is between the write and the next gather
+        model[2](torch.ones(1, 8, dtype=torch.bfloat16))
+    writes[0] = False
+    error = ""
+    try:
+        train_step()
+    except StateError as refused:
+        error = str(refused)
+    engine.destroy()
+    return reads, labels, error
+
+
+def _scales_of_a_step() -> None:
+    reads, labels, error = _reads_of_a_script()
+    with pytest.MonkeyPatch.context() as patch:  # compare the scales in each gather
+        kept = Float8Codes.all_gather
+        patch.setattr(Float8Codes, "agreed", False)
+        patch.setattr(Float8Codes, "all_gather", lambda codes, *rest: (codes.forget(), kept(codes, *rest))[1])
+        wanted, every, silent = _reads_of_a_script()
+    assert len(reads) == len(wanted) and all(map(torch.equal, reads[:-8], wanted[:-8]))
+    compared = [
+        [sum("float8" in label and label.startswith("hf_zero::all_reduce") for label in step) for step in one] for one in (labels, every)
+    ]
+    assert compared[0][1::3] == [1, 1], "one comparison of all units after the update"
+    assert compared[1][1] >= 12, "one for each gather"
+    assert "written while a part of the model ran by itself" in error and not silent
+
+
 def test_weights_gathered_as_float8() -> None:
     ranks.run_ranks(_one_scale_for_a_weight, 2)
+    ranks.run_ranks(_scales_of_a_step, 2)
 
 
 # ------------------------------------------------------------------------------------------------ what is refused

@@ -250,13 +250,14 @@ def test_bytes_of_a_step(accumulation: int, dtype: str) -> None:
     """
     for number, (labels, sent, total, root) in enumerate(ranks.run_ranks(_sent, 4, accumulation, dtype)):
         element = 4 if dtype == "fp32" else 2
-        half, norm, late, passes = total * element // 2, 2 * 3 * 8 // 4, 4 * (1 + 3), 4 * (3 + 1)
+        half, norm, late, passes = total * element // 2, 3 * 8, 4 * (1 + 3), 4 * (3 + 1)
+        changed = 4 * (1 + 1)  # a vote on changed shards as a forward begins, and a part of the vote on another pass
         assert sent["node"] == accumulation * (2 * half - root * element // 2)
         assert sent["inside"] == accumulation * half
         assert sent["across"] == accumulation * half // 2
         keepers = {0: (0, 2), 1: (0, 2), 2: (1, 3), 3: (1, 3)}[number]
         updates = len(set(keepers) - {number}) * total // 4 * element
-        assert sent["all"] == updates + norm + 2 * (STEP_VOTE_BYTES + accumulation * (late + passes))
+        assert sent["all"] == updates + norm + 3 * (STEP_VOTE_BYTES + accumulation * (late + passes + changed))
         assert [label for label in labels if "update)" in label or label == "spread"] == [
             *("exchange_parts (root: update)", "exchange_parts (layers.0: update)", "exchange_parts (layers.1: update)"),
             "spread",

@@ -10,6 +10,7 @@ from torch import nn
 
 from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.schedule.reducer import Reducer
+from hf_zero.core.units.derived import HasDerived, keepers
 from hf_zero.core.units.layout import UnitState
 from hf_zero.core.units.unit import Unit
 from hf_zero.observe import logger
@@ -124,8 +125,14 @@ class Block:
         return sum(unit.layout.padded_numel for unit in self.units)
 
     def forget_size(self) -> None:
-        """Discard the cached ``numel``, because the units have changed."""
+        """Discard the cached ``numel`` and ``keepers``, because the units have changed."""
         self.__dict__.pop("numel", None)
+        self.__dict__.pop("keepers", None)
+
+    @cached_property
+    def keepers(self) -> list[HasDerived]:
+        """Return the units that keep values which follow from the shards of all ranks, [Note: dropped together]."""
+        return keepers(self.units)
 
     @property
     def sharded(self) -> bool:

@@ -12,6 +12,7 @@ from torch import nn
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.schedule.external_parameters import register_external_parameter
+from hf_zero.core.units.derived import exchange_changes
 from hf_zero.core.units.layout import UnitState
 from hf_zero.core.units.registration import network_of_loose, noted_loose
 from hf_zero.core.units.unit import Unit, find_unit
@@ -141,6 +142,7 @@ class GatheredParameters:
                 return refusal
             for unit in units if not failed else ():
                 _keep(unit, held[unit])
+            exchange_changes(units, units[0].collectives.data)
         return None
 
 

@@ -26,11 +26,15 @@ class HomeStream:
     they arrive, and buffers are reused by other units. So all of this runs on one stream, which waits for the stream of each gradient that
     was computed on another one; the memory of that gradient is not reused earlier (``record_stream`` is expensive, but this case is rare).
 
+    Attributes:
+        is_host: Whether there is none.
+
     Args:
         device: Device where gradients are computed.
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.is_host = device.type == "cpu"
         self._device = device
         self._module: Any = torch.get_device_module(device) if device.type != "cpu" else None
         self._stream: Any = None
@@ -140,7 +144,7 @@ class Reducer:
         gradients: See the attribute.
         exchange: See the attribute.
         overlap: Whether reductions run while backward continues.
-        agree: Collective function; returns for each flag whether it is True on any rank.
+        ask: Begins a vote; returns a function that waits for it and returns for each flag whether it is True on any rank.
         gather_texts: Collective function; returns the texts of all ranks.
         device: Device where gradients are computed.
     """
@@ -150,7 +154,7 @@ class Reducer:
         gradients: Sequence[UnitGradients],
         exchange: GradientExchange,
         overlap: bool,
-        agree: Callable[[list[bool]], list[bool]],
+        ask: Callable[[list[bool]], Callable[[], list[bool]]],
         gather_texts: Callable[[str], list[str]],
         device: torch.device = _HOST,
     ) -> None:
@@ -165,7 +169,7 @@ class Reducer:
         self.added_to: dict[str, None] = {}
         self._home = HomeStream(device)
         self._overlap = overlap
-        self._agree = agree
+        self._ask = ask
         self._gather_texts = gather_texts
         self._queue: list[UnitGradients] = []
         self._positions: Mapping[int, int] = {}  # by id of the entry
@@ -212,16 +216,20 @@ class Reducer:
     def collect(self, entry: UnitGradients, index: int) -> None:
         """Take the gradient of parameter ``index`` of a unit, and send units that have become complete."""
         collected, param = entry.collected, entry.unit.params[index]
-        if param is None or param.grad is None or index in collected.in_place:
+        grad = None if param is None else param.grad
+        if param is None or grad is None or index in collected.in_place:
             return
-        grad, param.grad = param.grad, None
+        param.grad = None
         collected.piecemeal |= self.piecemeal
         # The gradient of a unit that was frozen until now stays on this rank until the step.
         wide = not self._reduces or self.piecemeal or entry.unit.rests
-        with self._home.entered(grad):
-            collected.add(index, grad, entry.exchange.scale * self._factor, wide)
+        if self._home.is_host:
+            complete = collected.add(index, grad, entry.exchange.scale * self._factor, wide)
+        else:
+            with self._home.entered(grad):
+                complete = collected.add(index, grad, entry.exchange.scale * self._factor, wide)
         del grad  # its memory is free before units are sent
-        if self._reduces and collected.complete:
+        if complete and self._reduces:
             self.proceed()
 
     def close(self, passed: Sequence[UnitGradients]) -> None:
@@ -293,8 +301,9 @@ class Reducer:
         """
         self.send_all()
         with self._home.entered():
-            errors = self._send_late(error) if self._reduces else ""
+            answers = self._ask_for_late(error) if self._reduces else None
             self._finish()
+            errors = self._reduce_late(answers(), error) if answers is not None else ""
             for entry in self.gradients:
                 entry.begin_backward()
                 entry.collected.pool.clear()
@@ -311,7 +320,7 @@ class Reducer:
             defers: Backwards may have deferred all reductions; otherwise only late gradients remain.
         """
         if not defers:
-            self.reduce_late()
+            self._reduce_late(self._ask(self._votes(""))(), "")
         elif self.exchange.reduces:
             self._reduces = self._completes = True
             self.flush()
@@ -360,27 +369,27 @@ class Reducer:
         network.all_reduce(mean, f"{name}: gradient").wait()
         return mean.mul_(policy.post_scale)
 
-    def _send_late(self, error: str) -> str:
-        """Reduce late gradients of any rank once more, after their position in the order.
+    def _ask_for_late(self, error: str) -> Callable[[], list[bool]] | None:
+        """Set late gradients aside, and begin the vote on those of all ranks; None if another backward will.
 
         [Note: late gradients] Which gradients are late depends on a rank's data (a layer that is recomputed in pieces, whose number
         varies). So the ranks vote: at the end of each backward that unshards, whose duration hides the cost; otherwise at the end of the
-        backward that completes an optimizer step. Until then late gradients are kept in the accumulation dtype. A unit that was late once
-        is sent when backward is over from then on.
-
-        Returns:
-            The errors with which the backward failed on other ranks.
+        backward that completes an optimizer step. The vote begins when the last unit has been sent, and is read when the reductions have
+        ended, [Note: votes behind data]. Late gradients are then reduced once more, after their position in the order; until then they are
+        kept in the accumulation dtype. A unit that was late once is sent when backward is over from then on.
         """
         for entry in self._queue:
             entry.collected.set_aside()
-        return self.reduce_late(error) if self._order is not None or self._completes else ""
+        return self._ask(self._votes(error)) if self._order is not None or self._completes else None
 
-    def reduce_late(self, error: str = "") -> str:
-        """Reduce gradients that were set aside on any rank; collective. The argument and the result are those of ``flush``."""
-        broken, *answers = self._agree([bool(error), *(entry.collected.late for entry in self._queue)])
-        if broken:
+    def _votes(self, error: str) -> list[bool]:
+        return [bool(error), *(entry.collected.late for entry in self._queue)]
+
+    def _reduce_late(self, answers: Sequence[bool], error: str) -> str:
+        """Reduce the units for which any rank has voted (``answers``); collective. The argument and the result are those of ``flush``."""
+        if answers[0]:
             return "; ".join(text for text in self._gather_texts(error) if text)
-        late = [entry for entry, anywhere in zip(self._queue, answers, strict=True) if anywhere]
+        late = [entry for entry, anywhere in zip(self._queue, answers[1:], strict=True) if anywhere]
         if not late:
             return ""
         self._finish()  # a unit has one reduction at a time

@@ -13,6 +13,7 @@ from hf_zero.core.schedule.block import Block, UnshardLimits, UnshardPass
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.torch_internals import next_node
 from hf_zero.core.schedule.watched_outputs import Foretold
+from hf_zero.core.units.derived import HasDerived, drop_changed, exchange_changes
 from hf_zero.errors import StateError
 from hf_zero.observe import span
 
@@ -78,6 +79,7 @@ class UnshardSchedule:
         for block in self.order:
             if not block.kept:
                 block.reshard()
+        exchange_changes(_keepers(self._all), self._collectives)
         self._begin(self.order)
         self._choose_kept(training)
         self._votes = not all(block.kept or block.pinned for block in self.order)
@@ -149,7 +151,7 @@ class UnshardSchedule:
             return False
         self._broke = False
         self._pass.finish()
-        return self._votes and self._collectives.any_of([False, True, False], "another round")[_INSIDE]
+        return self._votes and self._ballot(again=False, given_up=True)[_INSIDE]
 
     def begin_update(self) -> None:
         """Reshard all blocks before a step changes the shards, because unsharded values become stale; local."""
@@ -332,13 +334,21 @@ class UnshardSchedule:
         Raises:
             StateError: The forward raised on a rank that did not run it again.
         """
-        anyone, given_up, _ = self._collectives.any_of([again, False, True], "another round")
+        anyone, given_up, *_ = self._ballot(again, given_up=False)
         if given_up:
             raise StateError(
                 "the forward raised an error on another rank, and that rank did not run it again; see the error in that rank's "
                 "log. Let the error end the run, or catch it and run the forward again, with the same batch"
             )
         return anyone
+
+    def _ballot(self, again: bool, given_up: bool) -> list[bool]:
+        """Vote on another pass; also exchange which shards have changed, where this matters. Collective."""
+        kept = _keepers(self._all)
+        changed = [any(unit.derived.changed_here for unit in kept)] if kept else []
+        answers = self._collectives.any_of([again, given_up, not given_up, *changed], "another round")
+        drop_changed(kept, answers[-1])
+        return answers
 
     # -- reads behind the forward -------------------------------------------------------------------------------------
 
@@ -382,6 +392,10 @@ class UnshardSchedule:
         block = self._all[number - 1]
         block.read_by(self.root, self.root)
         block.unshard()
+
+
+def _keepers(blocks: Sequence[Block]) -> list[HasDerived]:
+    return [unit for block in blocks for unit in block.keepers]
 
 
 class ForwardPhase:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from hf_zero.core.schedule.gradients import UnitGradients
+from hf_zero.core.units.sharded_parameter import gradients_of
 from hf_zero.errors import StateError
 
 _HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")  # torch 2.10: a gradient may have another dtype than its parameter
@@ -87,6 +88,16 @@ class ShownGradients:
     def is_written(self, param: torch.Tensor) -> bool:
         """Return whether a script has assigned a gradient to ``param``, which the coming step uses instead of the reduced one; local."""
         return param.grad is not None and not self.has(param)
+
+    def written_of(self, params: Sequence[nn.Parameter | None]) -> list[int]:
+        """Return the positions in ``params`` for which ``is_written`` is True; local."""
+        found = []
+        for index, (param, grad) in enumerate(zip(params, gradients_of(params), strict=True)):
+            if grad is not None:
+                shown = self._views.get(id(param))
+                if shown is None or shown[1] is not grad:
+                    found.append(index)
+        return found
 
     def replace_written(self, param: torch.Tensor) -> None:
         """Note that a script has set the gradient of the coming step, and discard a gradient that it assigned to ``param.grad``; local."""

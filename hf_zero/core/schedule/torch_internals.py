@@ -19,9 +19,12 @@ from hf_zero.core.units.memory_uses import ordinary_tensors
 # -- torch.func ---------------------------------------------------------------------------------------------------------
 
 
+_innermost_transform = torch._C._functorch.peek_interpreter_stack
+
+
 def transforming() -> bool:
     """Return whether a transform of torch.func (``grad``, ``jacrev``, ``vmap``, ...) is running."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return _innermost_transform() is not None
 
 
 def outside_transforms() -> AbstractContextManager[None]:
@@ -94,8 +97,8 @@ def outside_compile(function: Callable[..., Any], module: nn.Module | None = Non
         run = function
         if "torch._dynamo.eval_frame" in sys.modules and (_compiling is None or _compiling() is not None):
             run = wrapped = wrapped or torch.compiler.disable(function)
-        # A context costs a microsecond, and hooks are many.
-        if not (transforming() or torch.is_inference_mode_enabled()):
+        # A context costs a microsecond, and hooks are many: this is ``transforming``, without a call.
+        if _innermost_transform() is None and not torch.is_inference_mode_enabled():
             return run(*args, **kwargs)
         with outside_transforms(), ordinary_tensors():
             return run(*args, **kwargs)

@@ -22,7 +22,7 @@ from hf_zero.core.step.spikes import StepWatch
 from hf_zero.core.step.trained_set import TrainedUnits
 from hf_zero.core.step.written import WrittenValues, have_written, note_added, refuse_added, take_written
 from hf_zero.core.units.unit import trained_of
-from hf_zero.core.units.values import all_gather_updated
+from hf_zero.core.units.values import agree_on_scales, all_gather_updated
 from hf_zero.errors import StateError
 from hf_zero.observe import log_rank0, span
 from hf_zero.system import signals
@@ -122,6 +122,9 @@ class Stepper:
         self._parts = model_axis(units, apart, tensor) if apart is not None else None
         # Both lists are in the model's order; the reducer's own order is the model's too.
         self._gradients = {id(entry.unit): entry for entry in self.reducer.gradients}
+        schedule = self.runtime.schedule
+        rests = schedule is not None and not schedule.limits.updates_overlap  # otherwise shards may still be updated after the step
+        self._coded = [unit for unit in self.runtime.units() if unit.codes.kept] if rests else []
 
     def begin_micro_step(self, boundary: bool, in_no_sync: bool, factor: float) -> None:
         """Begin a micro-step, before each backward; decide whether the backward reduces its gradients.
@@ -271,13 +274,14 @@ class Stepper:
             with span("update"):
                 self.runtime.reshard_for_update()
                 for unit in trained_of(self.optimizer.units):
-                    unit.secondary.forget()  # an update that continues after the step does not notify it
+                    unit.derived.forget()  # an update that continues after the step does not notify it
                 spreads: list[Pending | None] = []
                 self.optimizer.update(shards, factor, lambda unit: spreads.append(all_gather_updated(unit)))
             with span("spread"):
                 for spread in spreads:
                     if spread is not None:
                         spread.wait()
+                agree_on_scales(self._coded)
         self.optimizer.overflow, self.optimizer.norm = skipped, norm
         if not skipped:
             self.optimizer.end_step()

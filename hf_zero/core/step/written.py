@@ -149,9 +149,8 @@ def drop_gradients(reducer: Reducer, cleared: Container[int]) -> None:
 
 def _written(reducer: Reducer) -> Iterator[tuple[UnitGradients, int]]:
     for entry in reducer.gradients:
-        for index, param in enumerate(entry.unit.params):
-            if param is not None and reducer.shown.is_written(param):
-                yield entry, index
+        for index in reducer.shown.written_of(entry.unit.params):
+            yield entry, index
 
 
 def _require_whole(by_rank: Sequence[Sequence[str]], parameters_sharded: bool) -> None:
@@ -197,6 +196,7 @@ class WrittenValues:
         for unit in units:
             try:
                 adopt_writes(unit, idle)
+                unit.derived.require_current(unit.name)
             except StateError as error:
                 self.refused = self.refused or str(error)
             self._names += [f"{unit.layout.slots[index].name} {checksum}" for index, checksum in sorted(unit.written.take().items())]

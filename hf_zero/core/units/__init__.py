@@ -31,7 +31,8 @@ memory, and is not unsharded a second time. On a host, flat buffers ask for huge
 library's heap keeps the memory that a step frees for the next step (``heap.py``, [Note: memory that a step frees]).
 
 The other files describe parts of a unit. ``shard.py``: this rank's shard and master, the storage that keeps the shard between uses, and
-this rank's part of the copy that a node keeps ([Note: secondary copies]). ``alone.py``: single parameters that a caller keeps unsharded
+this rank's part of the copy that a node keeps ([Note: secondary copies]). ``derived.py``: values that all ranks must drop together when a
+shard changes. ``alone.py``: single parameters that a caller keeps unsharded
 while the rest of the unit is sharded ([Note: a parameter alone]). ``values.py``: copies of values from master to shard to whole buffer and
 back. ``registration.py``: the unit of each parameter, and pickling and copying of such a parameter. A ``ParamListener`` (``listener.py``)
 is notified when a parameter is registered and when its unit's state changes.

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from hf_zero.comm.collectives import Collectives
+from hf_zero.core.units.derived import Derived
 from hf_zero.core.units.layout import UnitLayout, UnitState
 from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.memory_uses import ordinary_tensors
-from hf_zero.core.units.shard import ON_DEVICE, OwnPart, SecondaryCopy, ShardStorage, same_bits
+from hf_zero.core.units.shard import ON_DEVICE, OwnPart, ShardStorage, same_bits
 from hf_zero.core.units.sharded_parameter import point
 from hf_zero.core.units.whole_buffer import WholeBuffer
 from hf_zero.errors import StateError
@@ -32,7 +33,7 @@ class Divided(Protocol):
     state: UnitState
     listener: ParamListener
     shard_storage: ShardStorage
-    secondary: SecondaryCopy
+    derived: Derived
     whole: WholeBuffer
     own: OwnPart
 
@@ -147,7 +148,7 @@ class AloneParams:
         if part.numel and not same_bits(values, own.to(values.device)):
             own.copy_(values)
             unit.shard_storage.changed(unit)
-            unit.secondary.forget()
+            unit.derived.changed_here = True
             unit.own.refresh_master()
 
     def joined(self) -> bool:

@@ -138,7 +138,8 @@ class OwnPart:
         Raises:
             StateError: ``engine.offload_states`` has moved it to the host.
         """
-        self.settle()
+        if self._arriving is not None:
+            self.settle()
         if self.offloaded:
             require_memory(self._shard, "the shard of a unit")
         return self._shard
@@ -154,7 +155,8 @@ class OwnPart:
         Raises:
             StateError: ``engine.offload_states`` has moved it to the host.
         """
-        self.settle()
+        if self._arriving is not None:
+            self.settle()
         if self.offloaded and self._master is not None:
             require_memory(self._master, "the master of a unit")
         return self._master
@@ -214,8 +216,8 @@ class SecondaryCopy:
 
     [Note: secondary copies] The first all-gather after an update runs over all ranks. The ranks of a node keep the gathered values in equal
     parts, and further all-gathers stay inside the node until the shard changes. The copy is made when the values arrive, not when the unit
-    is resharded, so it contains no writes of a script to unsharded parameters. All ranks gather a unit together and change it together, so
-    either all ranks have their copy of it or none has. If the all-gathers of a unit carry codes, the copy holds the values of the codes:
+    is resharded, so it contains no writes of a script to unsharded parameters. Either all ranks have their copy of a unit or none has
+    ([Note: dropped together]). If the all-gathers of a unit carry codes, the copy holds the values of the codes:
     the values in forward do not depend on an earlier request for exact ones.
 
     [Note: parameters in the node] If the copy lasts, each update refills it: each rank sends its new shard to one rank of every node, the
@@ -239,6 +241,11 @@ class SecondaryCopy:
     def part(self) -> torch.Tensor | None:
         """Return the part of the copy that this rank keeps now; None if there is none."""
         return self._part
+
+    @property
+    def kept(self) -> bool:
+        """Return whether the node keeps copies of the unit."""
+        return self._node is not None
 
     @property
     def here(self) -> bool:

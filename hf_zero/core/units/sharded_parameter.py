@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from numbers import Number
 from typing import Any
@@ -93,6 +93,27 @@ def point(param: nn.Parameter, value: torch.Tensor, empties: bool) -> None:
     with torch._C.DisableTorchFunction():  # no mode may see it: ``ConstructorAccess`` would treat it as a constructor's write
         param.data = value
     set_class(param, empties)
+
+
+def point_all(params: Iterable[nn.Parameter | None], values: Iterable[torch.Tensor], empties: bool) -> None:
+    """Call ``point`` for each parameter and its value, at less cost; None in ``params`` is a parameter that has moved to another unit."""
+    held = [pair for pair in zip(params, values, strict=False) if pair[0] is not None]
+    with torch._C.DisableTorchFunction():
+        for param, value in held:
+            param.data = value  # type: ignore[union-attr]
+    former, present = (nn.Parameter, ShardedParameter) if empties else (ShardedParameter, nn.Parameter)
+    for param, _ in held:
+        kind = type(param)
+        if kind is former:
+            param.__class__ = present  # type: ignore[assignment]
+        elif kind is not present:
+            set_class(param, empties)  # type: ignore[arg-type]
+
+
+def gradients_of(params: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Return ``param.grad`` of each parameter, empty or not, at less cost than reading the property; None for None."""
+    with _WITHOUT_FUNCTION():
+        return [None if param is None else _GRAD.__get__(param) for param in params]
 
 
 def set_class(param: torch.Tensor, empty: bool) -> None:

@@ -17,6 +17,7 @@ from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.comm.float8 import Float8Codes
 from hf_zero.comm.quantized import BlockCodes, Codes
 from hf_zero.core.units.alone import AloneParams
+from hf_zero.core.units.derived import Derived
 from hf_zero.core.units.layout import FROZEN, UnitLayout, UnitState
 from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.noted_writes import NotedWrites
@@ -150,6 +151,7 @@ class Unit:
         shard_storage: Where the shard is kept between uses.
         listener: Is notified of changes to the parameters.
         secondary: The copy of the unit that the ranks of a node keep between them.
+        derived: What is kept of values that follow from the shards of all ranks.
         state: Sharded, unsharding or unsharded.
         lent: Whether it was pinned with gradients on since the last update: functions may have saved its parameters.
         quantized: Whether the schedule's all-gathers carry codes.
@@ -191,6 +193,7 @@ class Unit:
         self.quantized = spec.quantized
         ends = self.owned.start, self.owned.stop
         self.codes: Codes = BlockCodes() if spec.float8 is None else Float8Codes(spec.float8, layout.spans, ends)
+        self.derived = Derived(self.secondary, self.codes)
         self.built: Built | None = None
         self._pending: Pending | None = None
 
@@ -242,7 +245,7 @@ class Unit:
         self.whole.allocate()
         if self.secondary.here and not (exact and self.quantized):
             self.exact = not self.quantized
-            self._pending = self.secondary.all_gather(self.whole.flat, self.name)
+            self._pending = self.derived.from_node(self.whole.flat, self.name)
         else:
             self._pending = self.start_all_gather(exact)
         self._enter(UnitState.UNSHARDING)
@@ -251,7 +254,7 @@ class Unit:
         """Start the all-gather of the shards into the whole buffer, which has memory; collective. ``exact`` as in ``start_unshard``."""
         self.own.settle()
         self.exact = exact or not self.quantized
-        gather = self.collectives.all_gather if self.exact else partial(self.codes.all_gather, self.collectives)
+        gather = self.derived.gather(self.collectives, self.exact)
         own = self.whole.flat[self.owned.start : self.owned.stop]
         with self.shard_storage.bringing(self, own) as source:
             pending = gather(self.whole.flat, source, self.name)

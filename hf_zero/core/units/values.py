@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
 
 from hf_zero.comm.collectives import Pending
+from hf_zero.comm.float8 import Float8Codes, compare_scales
 from hf_zero.core.units.layout import UnitState
-from hf_zero.core.units.shard import same_bits
+from hf_zero.core.units.shard import ON_DEVICE, same_bits
 from hf_zero.core.units.sharded_parameter import point
 from hf_zero.core.units.unit import Unit
 from hf_zero.system.planning import has_values
@@ -28,7 +29,7 @@ def publish(units: Sequence[Unit]) -> None:
 def shard_changed(unit: Unit) -> None:
     """Drop copies of the shard after a write to it. Local; every rank must call it."""
     unit.shard_storage.changed(unit)
-    unit.secondary.forget()
+    unit.derived.forget()
     unit.alone.outdate()
 
 
@@ -49,6 +50,24 @@ def _fill_copy(unit: Unit) -> Pending:
         pending = unit.secondary.fill(unit.collectives, source, unit.quantized, unit.name)
     pending.before_finish = partial(unit.shard_storage.arrive, unit)
     return pending
+
+
+def own_part_changed(unit: Unit) -> None:
+    """Drop copies of the shard after a write to it that other ranks may not have made, see [Note: dropped together]; local."""
+    unit.shard_storage.changed(unit)
+    unit.derived.changed_here = True
+    unit.alone.outdate()
+
+
+def agree_on_scales(units: Iterable[Unit]) -> None:
+    """Compare the scales of sharded units that are gathered as float8, [Note: scales of a step]; collective if there are any.
+
+    A unit whose shard is fetched from the host or a file compares its scales in its next all-gather.
+    """
+    rests = [unit for unit in units if unit.state is UnitState.SHARDED and unit.shard_storage is ON_DEVICE]
+    shards = [(unit.codes, unit.shard) for unit in rests if isinstance(unit.codes, Float8Codes) and not unit.codes.agreed]
+    if shards:
+        compare_scales(shards, rests[0].collectives)
 
 
 def write_back(unit: Unit) -> None:
@@ -118,7 +137,7 @@ def _adopt_own(unit: Unit) -> None:
     on_host = values.device.type == "cpu" and shard.device.type == "cpu" and has_values(shard)
     if not (on_host and same_bits(values, shard)):
         shard.copy_(values)
-        shard_changed(unit)
+        own_part_changed(unit) if on_host else shard_changed(unit)
         unit.own.refresh_master()
 
 

@@ -13,7 +13,7 @@ from hf_zero.core.units.layout import ParamSlot, UnitLayout
 from hf_zero.core.units.memory_uses import HeldMemory, ordinary_tensors, other_uses
 from hf_zero.core.units.packed import bytes_as
 from hf_zero.core.units.shard import has_memory, require_memory
-from hf_zero.core.units.sharded_parameter import point
+from hf_zero.core.units.sharded_parameter import point, point_all
 from hf_zero.errors import StateError
 from hf_zero.memory.host_memory import on_huge_pages
 from hf_zero.memory.residents import mark_resident
@@ -74,9 +74,7 @@ class WholeBuffer:
 
     def _point(self, values: Iterable[torch.Tensor], shown: Shown) -> None:
         self._note_assigned()
-        for param, value in zip(self._params, values, strict=False):
-            if param is not None:
-                point(param, value, empties=shown is Shown.NOTHING)
+        point_all(self._params, values, empties=shown is Shown.NOTHING)
         self._shown = shown
 
     def allocate(self) -> None:
