@@ -29,9 +29,11 @@ from hf_zero.deepspeed.safe_values import (
 from hf_zero.integrations.preemption import end_preempted, preempted
 from hf_zero.integrations.weight_stream import iter_full_params
 from hf_zero.observe import logger
+from hf_zero.replica_groups.sampler import ReplicaSampler
 
 __all__ = [
     "AveragedWeights",
+    "ReplicaSampler",
     "end_preempted",
     "get_z3_leaf_modules",
     "iter_full_params",

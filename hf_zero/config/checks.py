@@ -125,6 +125,7 @@ def check_values(data: dict[str, Any], problems: Problems) -> None:
         problems.refuse("optimizer.type", data["optimizer"]["type"], text)
     _check_shard_group(data.get("zero_optimization", {}), data.get("hf_zero", {}).get("param_shard_size"), problems)
     _check_quantization(data, problems)
+    _check_replicas(data, problems)
     _check_passes(data.get("compile") or {}, problems)
     _check_rewind(data, problems)
     bucket = data.get("zero_optimization", {}).get("allgather_bucket_size", 0)
@@ -236,6 +237,37 @@ def _check_quantization(data: dict[str, Any], problems: Problems) -> None:
         reason = "it and `optimizer.type` OneBitAdam, which sends signs itself, exclude each other: use Adam, or leave this out"
     if reason:
         problems.refuse(f"{here}.zero_quantized_gradients", True, reason)
+
+
+def _check_replicas(data: dict[str, Any], problems: Problems) -> None:
+    """Refuse features beside `hf_zero.replicas` that the exchange between replica groups does not serve."""
+    own, zero = data.get("hf_zero", {}), data.get("zero_optimization", {})
+    if own.get("replicas", "none") == "none":
+        return
+    offloads = [f"zero_optimization.{name}.device" for name in ("offload_optimizer", "offload_param") if _device(zero.get(name)) != "none"]
+    found = {
+        **dict.fromkeys(offloads, "not none"),
+        "zero_optimization.mics_shard_size": zero.get("mics_shard_size", -1) != -1,
+        "zero_optimization.zero_hpz_partition_size": zero.get("zero_hpz_partition_size", 1) > 1,
+        "zero_optimization.zero_quantized_gradients": zero.get("zero_quantized_gradients", False),
+        "hf_zero.param_shard_size": own.get("param_shard_size") is not None,
+        "hf_zero.snapshot_steps": own.get("snapshot_steps", 0) > 0,
+        "hf_zero.loss_spike_factor": (own.get("loss_spike_factor") or 0) > 0,  # each group has a loss of its own
+        "hf_zero.context_parallel_size": (own.get("context_parallel_size") or 1) > 1,
+        "sequence_parallel_size": (data.get("sequence_parallel_size") or 1) > 1,
+        "tensor_parallel.autotp_size": ((data.get("tensor_parallel") or {}).get("autotp_size") or 1) > 1,
+        "expert_parallel.enabled": (data.get("expert_parallel") or {}).get("enabled", False),
+        "gradient_allreduce_op": data.get("gradient_allreduce_op") == "sum",
+        "optimizer.type": str((data.get("optimizer") or {}).get("type")).lower() in ("onebitadam", "muon"),
+    }
+    names = [f"`{key}`" for key, asked in found.items() if asked]
+    if names:
+        text = f"replica groups are not provided together with {', '.join(names)}: remove the one or the other"
+        problems.refuse("hf_zero.replicas", own["replicas"], text)
+
+
+def _device(block: Any) -> str:
+    return str((block or {}).get("device") or "none").lower()
 
 
 def _check_type(section: str, name: str | None, known: tuple[str, ...], problems: Problems) -> None:

@@ -244,11 +244,13 @@ class Engine(nn.Module):
                 self.accumulation.refused()
                 raise
         self.accumulation.stepped()
-        progress.count_step(samples, result.norm, result.skipped)
-        if self.spikes.asks_to_rewind(progress.global_steps):
-            self.checkpoints.rewind(self)
-        if self.lr_scheduler is not None and not result.skipped:
-            step_schedule(self.lr_scheduler, lr_kwargs, samples)
+        samples *= result.groups
+        if result.groups:  # if not, another replica group has taken the step, and this one has received the state after it
+            progress.count_step(samples, result.norm, result.skipped)
+            if self.spikes.asks_to_rewind(progress.global_steps):
+                self.checkpoints.rewind(self)
+            if self.lr_scheduler is not None and not result.skipped:
+                step_schedule(self.lr_scheduler, lr_kwargs, samples)
         offloaded = self.optimizer.offloaded() if self.clock.memory else {}
         self.clock.end_step(progress.global_steps, samples, offloaded)
         self.reports.tell(progress, self.optimizer.param_groups, self.scaler.scale)

@@ -34,6 +34,7 @@ from hf_zero.deepspeed.tp_model_init import require_consistent
 from hf_zero.errors import ConfigError
 from hf_zero.observe import announce as announce_line
 from hf_zero.pipeline.limits import require_served
+from hf_zero.replica_groups.groups import join
 
 
 def initialize(
@@ -106,6 +107,8 @@ def initialize(
         engine.compile(**compiling)
     if resolved.config.disable_python_gc:
         gc.disable()
+    if resolved.config.hf_zero.replicas != "none":
+        join(engine)
     for hook in on_build:
         hook(engine)
     announce_line(describe(resolved, engine.units, engine.stage_policy, engine.collectives.topology, inner, answers_deepspeed()))

@@ -42,6 +42,24 @@ def serve_offload(built: Engine) -> None:
             setattr(module, _CHECKPOINTS_WITH, partial(moving, *function.args, **function.keywords))
 
 
+def count_steps_of_groups(built: Engine) -> None:
+    """Let a running Trainer count the optimizer steps of the run if its engine trains together with other replica groups.
+
+    A group that comes back begins its training from the first step, and gets the state after a later one.
+    """
+    if built.stepper is None or built.stepper.groups is None:
+        return
+    from transformers import TrainerCallback
+
+    class CountOfRun(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if not built.destroyed:
+                state.global_step = built.progress.global_steps
+
+    for call in callers.running(methods.TRAIN):
+        call.caller.callback_handler.callbacks.insert(0, CountOfRun())  # before the one that ends the training
+
+
 def let_go(destroyed: Engine) -> None:
     """Restore the plain model of a Trainer when its engine is destroyed.
 
@@ -87,7 +105,8 @@ def _autos(node: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 
 __all__ = ["initialize"]
 
-engine.on_build += [require_divided, stand_before_saves, count_samples_once, listen_where_wanted, serve_offload, note_accelerator]
+engine.on_build += [require_divided, stand_before_saves, count_samples_once, listen_where_wanted, serve_offload]
+engine.on_build += [note_accelerator, count_steps_of_groups]
 engine.on_preempted.append(save_by_itself)
 engine.on_destroy.append(let_go)
 engine.reasons_to_wait.append(keeps_too_few)

@@ -90,6 +90,7 @@ OWN_KEYS = {
     "hf_zero.preemption_save_dir",
     "hf_zero.preemption_signal",
     "hf_zero.snapshot_folder",
+    "hf_zero.replicas",
     "hf_zero.snapshot_steps",
     "hf_zero.spike_action",
     "hf_zero.spike_factor",

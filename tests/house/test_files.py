@@ -59,6 +59,7 @@ WRITES = {
     "hf_zero.launch.rank": {"os.open": "a pipe of the node's agent, in /proc"},
     "hf_zero.system.failure": {"os.open": "a pipe of the node's agent, in /proc"},
     "hf_zero.checkpoint.convert.torch_files": {"torch.from_file": "maps a file for reading (shared=False)"},
+    "hf_zero.replica_groups.transfer": {"torch.from_file": "maps a file that this process has just written (shared=False)"},
     "hf_zero.checkpoint.convert.torch_dcp": {"FileSystemWriter": "is given own_files.for_library"},
     "hf_zero.deepspeed.served.state_files": {"torch.save": "into a file of own_files.replacing"},
     "hf_zero.integrations.trainer_snapshots": {"torch.save": "into a file of own_files.replacing"},

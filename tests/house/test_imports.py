@@ -42,6 +42,7 @@ LAYERS = (
     "hf_zero.pipeline",
     "hf_zero.expert_parallel",
     "hf_zero.checkpoint",
+    "hf_zero.replica_groups",
     "hf_zero.assembly",
     "hf_zero.deepspeed",
     "hf_zero.integrations",

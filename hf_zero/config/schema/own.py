@@ -63,6 +63,12 @@ class OwnSettings(Section):
         "to the folder a/b goes to URL/b. Under Trainer its own small files go there too, and save_total_limit holds there. Keys and "
         "passwords belong into the environment (AWS_ACCESS_KEY_ID, ...)",
     )
+    replicas: Annotated[Literal["none", "torchft"], ANY_CASE] = used(
+        "none",
+        "torchft: the ranks of this job are one of several replica groups, each started by a launcher of its own with REPLICA_GROUP_ID and "
+        "TORCHFT_LIGHTHOUSE in the environment. Gradients are averaged over the groups that are there; one that dies is left out at the "
+        "boundary, and gets the state of the others when it is back. Batches come from hf_zero.utils.ReplicaSampler",
+    )
     snapshot_steps: Size = used(
         0,
         "Optimizer steps between two snapshots of all that a checkpoint holds, in host memory that outlives the ranks. Ranks that torchrun "

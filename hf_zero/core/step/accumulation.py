@@ -108,6 +108,11 @@ class Accumulation:
         return total if self.managed else total // self.steps * self._in_cycle
 
     @property
+    def of_step(self) -> int:
+        """Return the number of micro-steps since the last optimizer step."""
+        return self._in_cycle
+
+    @property
     def awaits_step(self) -> bool:
         """Return whether there was a backward after the last ``step``."""
         return self._awaits_step

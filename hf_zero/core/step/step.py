@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -57,12 +58,30 @@ class StepResult:
         skipped: Whether the update was skipped.
         culprit: Name of the parameter whose gradient is not finite; "" if there is none.
         signal: Number of a signal that asks some rank to end, the same on all ranks; 0 for none.
+        groups: Number of replica groups that have taken the step. 0: without this one, which has received the state after the step.
     """
 
     norm: torch.Tensor
     skipped: bool
     culprit: str = ""
     signal: int = 0
+    groups: int = 1
+
+
+class OtherGroups(Protocol):
+    """Interface to replica groups that step together with the ranks of this process group."""
+
+    def average(self, shards: Sequence[torch.Tensor], max_norm: float) -> int:
+        """Replace the reduced gradients by their mean over the groups; collective over the groups.
+
+        Args:
+            shards: This rank's gradients, one 1D tensor per unit.
+            max_norm: Norm that gradients are clipped to.
+
+        Returns:
+            The number of groups that take the step; 0 if this group has received the state after the step instead, and has discarded its
+            gradients.
+        """
 
 
 class Stepper:
@@ -90,6 +109,8 @@ class Stepper:
         self.trained = trained
         self._networks = model_collectives, expert_collectives
         self.everyone = everyone  # network of the ranks that have to agree before a step
+        self.groups: OtherGroups | None = None  # set by layers above
+        self._averaged: int | None = None  # result of ``OtherGroups.average`` for the coming step
         self._look_at_units()
 
     def _look_at_units(self) -> None:
@@ -119,6 +140,7 @@ class Stepper:
 
     def prepare(self, boundary: bool) -> None:
         """Prepare optimizer and units for a backward."""
+        self._averaged = None  # of a step that was measured and not taken
         self.optimizer.state_store.expect(self.scaler.scale if boundary else None)
 
     def norm_of(self, shards: Sequence[torch.Tensor], beside: torch.Tensor | None = None) -> torch.Tensor:
@@ -189,7 +211,15 @@ class Stepper:
         """
         self._settle()
         self.reducer.shown.begin()  # parameters whose gradients were just taken show the reduced gradient, like all others
-        return self.norm_of(self._reduced()) / self.scaler.scale
+        shards = self._reduced()
+        self._average(shards)
+        return self.norm_of(shards) / self.scaler.scale
+
+    def _average(self, shards: Sequence[torch.Tensor]) -> int:
+        """Average the reduced gradients over replica groups, once per step; return the number of groups, see ``StepResult.groups``."""
+        if self._averaged is None:
+            self._averaged = 1 if self.groups is None else self.groups.average(shards, self.settings.max_norm)
+        return self._averaged
 
     def _settle(self) -> Agreed:
         """Agree on the coming step, and collect all gradients that it uses; collective. A second call finds nothing to do."""
@@ -222,6 +252,10 @@ class Stepper:
         if self.settings.wants_all:
             self._require_all()
         shards = self._reduced()
+        groups = self._average(shards)
+        self._averaged = None
+        if not groups:
+            return StepResult(torch.tensor(math.nan), False, signal=agreed.signal, groups=0)
         with span("norm"):
             loss = watch.loss_message(self.collectives.topology.device) if watch is not None else None
             scaled_norm = self.norm_of(shards, loss)
@@ -257,7 +291,7 @@ class Stepper:
         scale = self.scaler.scale
         self.scaler.update(overflow)
         self.reducer.exchange.stepped(skipped, self.scaler.scale / scale)
-        return StepResult(norm, skipped, culprit, agreed.signal)
+        return StepResult(norm, skipped, culprit, agreed.signal, groups)
 
 
 @dataclass(frozen=True)
