@@ -98,6 +98,7 @@ class _Folder:
 
     def _make(self) -> None:
         if leads_node():
+            launcher_folders.sweep(self.base.parent)  # what groups have left that died in a transfer
             launcher_folders.make(self.base, self.path.name)
 
     def make_tag(self) -> None:
