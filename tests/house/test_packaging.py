@@ -260,6 +260,7 @@ def test_entry_point_and_extras_are_declared(wheel: Path) -> None:
         "dev",
         "docs",
         "release",
+        "replicas",
         "stores",
     }
     assert "License-Expression: Apache-2.0" in metadata and "Requires-Dist: torch>=2.8" in metadata

@@ -1,8 +1,8 @@
 """How the tests are run.
 
 Ranks are processes that live on between jobs (``tests/support/ranks.py``). They are forked once, from a server that has imported torch,
-transformers' Trainer and hf_zero, and jobs of any size share them; each job gets a process group, seeds and launcher variables of its own.
-Three measures keep jobs fast: all groups of a rank share one thread of gloo, this thread does not interrupt others, and the garbage
+transformers' Trainer and hf_zero, a pool for each number of ranks; each job gets a process group, seeds and launcher variables of its own.
+Two measures keep jobs fast: all groups of a rank share one thread of gloo, and the garbage
 collector does not scan imported modules (``gc.freeze``, in ranks and in pytest itself). So a job costs only its computation; put cases
 that share a model and a reference into one job (``tests/support/matrix.py``). In the fast run properties use fewer examples, the same each
 time (``tests/support/drawn.py``), and of a table of cases the rows that its test names run (the mark ``fast_rows``).

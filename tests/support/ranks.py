@@ -1,9 +1,8 @@
 """Run a function on N gloo ranks under a time limit.
 
-Importing torch and transformers costs seconds, so ranks are processes that live on between calls, forked from a server that imported both,
-and hf_zero, once. Every call gets a new process group, new seeds and its own launcher environment; calls of any number of ranks share the
-processes, the first ones of a pool. A call that fails, hangs or loses a rank raises ``RankError`` with the text of every rank, and its
-processes are discarded.
+Importing torch and transformers costs seconds, so ranks are processes that live on between calls: one pool per world size, forked from a
+server that imported both, and hf_zero, once. Every call gets a new process group, new seeds and its own launcher environment. A call that
+fails, hangs or loses a rank raises ``RankError`` with the text of every rank, and its pool is discarded.
 """
 
 from __future__ import annotations
@@ -80,7 +79,6 @@ class Job:
     """One call in the form that is sent to a rank. ``store`` is None when the function creates its process group itself."""
 
     payload: bytes  # pickled (function, args)
-    world_size: int
     store: str | None
     port: int
     group_timeout: float
@@ -135,15 +133,18 @@ def observe_ranks(
     __tracebackhide__ = True
     # A process that has loaded the pretend accelerator keeps it, its size and its back end, so each combination has a pool of its own.
     own = {**os.environ, **(env or {})}
-    key = (own.get("HF_ZERO_TEST_DEVICE", "cpu"), own.get("HF_ZERO_TEST_BACKEND", "gloo"), own.get("PRETEND_MEMORY", ""))
-    if key[0] == pretend.NAME:
+    key = (world_size, own.get("HF_ZERO_TEST_DEVICE", "cpu"), own.get("HF_ZERO_TEST_BACKEND", "gloo"), own.get("PRETEND_MEMORY", ""))
+    if key[1] == pretend.NAME:
         pretend.build()  # once, rather than in every rank
-    pool = _POOLS[key] = _POOLS.get(key) or RankPool()
-    pool.fill(world_size)
-    limits = {"timeout": timeout, "group_timeout": group_timeout, "grace": grace}
-    outcomes = pool.call(pickle.dumps((function, args)), world_size, group=group, env=env, **limits)
+    pool = _POOLS.get(key)
+    if pool is None or not pool.healthy():
+        if pool is not None:
+            pool.kill()
+        pool = _POOLS[key] = RankPool(world_size)
+    outcomes = pool.call(pickle.dumps((function, args)), timeout=timeout, group_timeout=group_timeout, group=group, env=env, grace=grace)
     if not all(outcome.ok for outcome in outcomes):
-        pool.kill(world_size)
+        pool.kill()
+        del _POOLS[key]
     elif ordered:
         collective_order.check([outcome.record for outcome in outcomes])
     return outcomes
@@ -170,103 +171,83 @@ def close_pools() -> None:
 
 
 class RankPool:
-    """Processes that wait for jobs, one per rank; a job of N ranks takes the first N, so that all jobs share what they have imported."""
+    """Processes that wait for jobs, one per rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
         self._folder = tempfile.TemporaryDirectory(prefix="hf_zero_ranks_")
         self._calls = 0
-        self._members: list[tuple[Any, connection.Connection] | None] = []  # process and pipe by rank, None where one was killed
+        self._pipes: list[connection.Connection] = []
+        self._processes: list[Any] = []
+        for rank in range(world_size):
+            parent_end, child_end = multiprocessing.Pipe()
+            process = _context().Process(target=_serve, args=(child_end, rank, world_size, self._folder.name), daemon=True)
+            process.start()
+            child_end.close()
+            self._pipes.append(parent_end)
+            self._processes.append(process)
 
-    def fill(self, world_size: int) -> None:
-        """Start those of the first ``world_size`` ranks that do not run."""
-        self._members += [None] * (world_size - len(self._members))
-        for rank, member in enumerate(self._members[:world_size]):
-            if member is None or not member[0].is_alive():
-                self._members[rank] = self._start(rank)
-
-    def _start(self, rank: int) -> tuple[Any, connection.Connection]:
-        parent_end, child_end = multiprocessing.Pipe()
-        process = _context().Process(target=_serve, args=(child_end, rank, self._folder.name), daemon=True)
-        process.start()
-        child_end.close()
-        return process, parent_end
+    def healthy(self) -> bool:
+        return all(process.is_alive() for process in self._processes)
 
     def call(
-        self,
-        payload: bytes,
-        world_size: int,
-        *,
-        timeout: float,
-        group_timeout: float,
-        group: bool,
-        env: dict[str, str] | None,
-        grace: float,
+        self, payload: bytes, *, timeout: float, group_timeout: float, group: bool, env: dict[str, str] | None, grace: float
     ) -> list[RankOutcome]:
-        """Send one job to the first ``world_size`` ranks and collect the outcomes, in at most ``timeout`` seconds and a little more."""
+        """Send one job to every rank and collect the outcomes, in at most ``timeout`` seconds and a little more."""
         self._calls += 1
         store = os.path.join(self._folder.name, f"store_{self._calls}") if group else None
-        job = pickle.dumps(Job(payload, world_size, store, _free_port(), group_timeout, env or {}))
+        job = pickle.dumps(Job(payload, store, _free_port(), group_timeout, env or {}))
         start = time.monotonic()
-        pipes = [pipe for _, pipe in filter(None, self._members[:world_size])]
-        for pipe in pipes:
+        for pipe in self._pipes:
             pipe.send_bytes(job)
         outcomes: dict[int, RankOutcome] = {}
         deadline = start + timeout
-        while len(outcomes) < world_size and time.monotonic() < deadline:
-            waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in outcomes}
+        while len(outcomes) < self.world_size and time.monotonic() < deadline:
+            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in outcomes}
             ready = connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             for pipe in ready:
                 rank = waiting[pipe]
                 outcomes[rank] = self._receive(rank, time.monotonic() - start)
                 if not outcomes[rank].ok:
                     deadline = min(deadline, time.monotonic() + grace)
-        for rank in set(range(world_size)) - set(outcomes):
+        for rank in set(range(self.world_size)) - set(outcomes):
             outcomes[rank] = RankOutcome(rank, "hung", time.monotonic() - start, text=self._stack(rank))
-        return [outcomes[rank] for rank in range(world_size)]
+        return [outcomes[rank] for rank in range(self.world_size)]
 
     def close(self) -> None:
         """Let idle ranks end by themselves, so that they clean up what libraries registered; then kill the rest."""
-        members = list(filter(None, self._members))
-        for _, pipe in members:
+        for pipe in self._pipes:
             pipe.close()
-        for process, _ in members:
+        for process in self._processes:
             process.join(3)
-        self.kill(len(self._members))
+        self.kill()
+
+    def kill(self) -> None:
+        """End the ranks at once: a rank that hangs in a collective does not respond."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join(5)
+        for pipe in self._pipes:
+            pipe.close()
         self._folder.cleanup()
 
-    def kill(self, world_size: int) -> None:
-        """End the first ``world_size`` ranks at once: a rank that hangs in a collective does not respond."""
-        members = list(filter(None, self._members[:world_size]))
-        for process, _ in members:
-            process.kill()
-        for process, pipe in members:
-            process.join(5)
-            pipe.close()
-        self._members[:world_size] = [None] * world_size
-
     def _receive(self, rank: int, seconds: float) -> RankOutcome:
-        process, pipe = self._member(rank)
         try:
-            status, body = pickle.loads(pipe.recv_bytes())
+            status, body = pickle.loads(self._pipes[rank].recv_bytes())
         except (EOFError, ConnectionResetError):
-            process.join(5)
-            return RankOutcome(rank, "died", seconds, text=f"exit code {process.exitcode}\n{self._log(rank)}")
+            self._processes[rank].join(5)
+            return RankOutcome(rank, "died", seconds, text=f"exit code {self._processes[rank].exitcode}\n{self._log(rank)}")
         if status == "ok":
             return RankOutcome(rank, "ok", seconds, value=body[0], record=body[1])
         return RankOutcome(rank, "error", seconds, text=f"{body}\n{self._log(rank)}")
 
     def _stack(self, rank: int) -> str:
-        process, _ = self._member(rank)
-        if not process.is_alive():
-            return f"exit code {process.exitcode}\n{self._log(rank)}"
-        os.kill(process.pid, signal.SIGUSR1)
+        if not self._processes[rank].is_alive():
+            return f"exit code {self._processes[rank].exitcode}\n{self._log(rank)}"
+        os.kill(self._processes[rank].pid, signal.SIGUSR1)
         time.sleep(0.5)
         return f"still running at the time limit:\n{_read(self._folder.name, f'stack_{rank}')}\n{self._log(rank)}"
-
-    def _member(self, rank: int) -> tuple[Any, connection.Connection]:
-        member = self._members[rank]
-        assert member is not None, f"rank {rank} was not started"
-        return member
 
     def _log(self, rank: int) -> str:
         text = _read(self._folder.name, f"log_{rank}")[-LOG_TAIL_CHARS:]
@@ -305,7 +286,7 @@ def device() -> Any:
     return torch.device(name, int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count())
 
 
-_POOLS: dict[tuple[str, str, str], RankPool] = {}  # pools by device, back end and memory of the device
+_POOLS: dict[tuple[int, str, str, str], RankPool] = {}  # pools by number of ranks, device, back end and memory of the device
 _FACTORIES: dict[str, Any] = {}  # torch's functions that zero.Init may replace temporarily
 atexit.register(close_pools)
 
@@ -333,7 +314,7 @@ def _use_one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def _serve(pipe: connection.Connection, rank: int, folder: str) -> None:
+def _serve(pipe: connection.Connection, rank: int, world_size: int, folder: str) -> None:
     """Serve jobs as a rank: wait for a job, run it, answer; end when the parent closes the pipe."""
     import torch
 
@@ -359,7 +340,7 @@ def _serve(pipe: connection.Connection, rank: int, folder: str) -> None:
             return
         os.ftruncate(log, 0)
         try:
-            answer = pickle.dumps(("ok", _run(job, rank)))
+            answer = pickle.dumps(("ok", _run(job, rank, world_size)))
         except BaseException:  # a rank reports any error, SystemExit included
             answer = pickle.dumps(("error", traceback.format_exc()))
         pipe.send_bytes(answer)
@@ -383,29 +364,16 @@ def _share_gloo_thread() -> None:
         return construct(group, store, rank, size, options)
 
     ProcessGroupGloo.__init__ = construct_shared
-    _calm_gloo_thread()
 
 
-def _calm_gloo_thread() -> None:
-    """Keep gloo's thread from interrupting other threads when a message wakes it.
-
-    While another thread sends, it holds the lock of a connection; gloo's thread, woken by an answer, tries the lock again and again until
-    then. If it, or that of another rank, has just interrupted the sender, it does so for a slice of time: half of the processor time of
-    small jobs.
-    """
-    for task in Path("/proc/self/task").glob("*"):  # Linux
-        if (task / "comm").read_text().startswith("gloo_tcp"):
-            os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))
-
-
-def _run(job: Job, rank: int) -> tuple[Any, collective_order.Record]:
+def _run(job: Job, rank: int, world_size: int) -> tuple[Any, collective_order.Record]:
     import torch
     import torch.distributed as dist
 
     from hf_zero.comm import comms_log
     from tests.support.collective_log import recording
 
-    values = (rank, rank, job.world_size, job.world_size, "127.0.0.1", job.port)
+    values = (rank, rank, world_size, world_size, "127.0.0.1", job.port)
     launcher = {name: str(value) for name, value in zip(LAUNCHER_VARIABLES, values, strict=True)}
     with _environment({**launcher, **job.env}):
         random.seed(0)
@@ -419,10 +387,10 @@ def _run(job: Job, rank: int) -> tuple[Any, collective_order.Record]:
                 torch.accelerator.set_device_index(0)
                 pretend.reset_counters()
             if job.store is not None:
-                store = dist.FileStore(job.store, job.world_size)
+                store = dist.FileStore(job.store, world_size)
                 limit = timedelta(seconds=job.group_timeout)
                 backend = os.environ.get("HF_ZERO_TEST_BACKEND", "gloo")
-                dist.init_process_group(backend, store=store, rank=rank, world_size=job.world_size, timeout=limit)
+                dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
                 # A rank that ends without a collective would close its connections before others have opened theirs. The device is passed
                 # for nccl, because hf_zero, not the test, sets the current device.
                 dist.barrier(device_ids=[device().index] if backend == "nccl" else None)
