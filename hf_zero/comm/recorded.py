@@ -70,7 +70,10 @@ class RecordedCollectives(Collectives):
     def begin_vote(self, values: Sequence[float], unit: str) -> Pending | None:
         call = self.log.begin("all_reduce", unit, 4 * len(values), self.world, self._watch) if self.world > 1 else None
         vote = self.inner.begin_vote(values, unit)
-        return vote if call is None or vote is None else self._noted(call, vote)
+        if call is None or vote is None:
+            return vote
+        # Messages between ranks of gloo can be waited for once, so the end of the wait is the vote's.
+        return self._noted(call, vote)
 
     def told(self, vote: Pending | None, values: Sequence[float]) -> list[float]:
         return self.inner.told(vote, values)
@@ -94,11 +97,13 @@ class RecordedCollectives(Collectives):
     def _record_bytes(self, operation: str, unit: str, nbytes: int, issue: Callable[[], Pending]) -> Pending:
         call = self.log.begin(operation, unit, nbytes, self.world, self._watch) if self.world > 1 else None
         pending = issue()
-        return pending if call is None else self._noted(call, pending)
+        if call is None:
+            return pending
+        call.ended = self._watch.end_of(pending.works)
+        return self._noted(call, pending)
 
     def _noted(self, call: Call, pending: Pending) -> Pending:
-        """Record the end of ``pending``, and when this rank begins to wait for it."""
-        call.ended = self._watch.end_of(pending.works)
+        """Record when this rank begins to wait for ``pending``, and the end of the wait."""
         finish = pending.finish
 
         def finish_and_note() -> torch.Tensor | None:
