@@ -21,6 +21,7 @@ from hf_zero.errors import ConfigError, StateError
 from hf_zero.observe import logger
 
 LIGHTHOUSE, GROUP, GROUPS = "TORCHFT_LIGHTHOUSE", "REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS"
+TIMEOUT = "TORCHFT_TIMEOUT_SEC"
 _PAUSE = 0.1  # seconds between two looks for groups that have not started yet
 _CHUNK = 1 << 26  # bytes of a message of ``send``
 
@@ -92,6 +93,22 @@ def number_of_groups() -> int:
     return int(given)
 
 
+def exchange_timeout() -> timedelta:
+    """Return how long an exchange with another group may take before that group is given up.
+
+    Raises:
+        ConfigError: The variable of the environment is wrong.
+    """
+    given = os.environ.get(TIMEOUT, "60")
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < timedelta.max.total_seconds():
+        raise ConfigError(f"hf_zero.replicas is 'torchft', and the variable {TIMEOUT} is {given!r}: set it to a number of seconds above 0")
+    return timedelta(seconds=seconds)
+
+
 def _own_address() -> str:
     """Return the address of this host that its route to the lighthouse begins with, which other groups reach too."""
     lighthouse = urlsplit(os.environ[LIGHTHOUSE])
@@ -126,7 +143,7 @@ class Quorum:
         self.group, self._groups = group, number_of_groups()
         self._net = net
         self._patience = group_timeout(net.topology)
-        patience = timedelta(seconds=float(os.environ.get("TORCHFT_TIMEOUT_SEC", "60")))
+        patience = exchange_timeout()
         host = net.broadcast_object(_own_address() if net.rank == 0 else "", 0, "address of the replica group")
         # A store of this attempt alone: that of the launcher still has the addresses of the attempt before.
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if net.rank == 0 else None

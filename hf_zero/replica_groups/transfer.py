@@ -53,14 +53,13 @@ def send_state(state: TrainingState, more: Mapping[str, Any], quorum: Quorum, ta
         quorum.attempt(lambda: _send_files(quorum, files, targets))
 
 
-def receive_state(state: TrainingState, quorum: Quorum, source: int, loads: bool = True) -> Mapping[str, Any] | None:
+def receive_state(state: TrainingState, quorum: Quorum, source: int) -> Mapping[str, Any] | None:
     """Load into this group's engine the state of the member at position ``source``; collective inside the group.
 
     Args:
         state: Parts of the engine.
         quorum: The groups.
         source: See above.
-        loads: False receives the files and leaves the engine as it is.
 
     Returns:
         The values that were sent along, and the counters of the engine under ``counters``; None if the network failed, and nothing has
@@ -73,7 +72,7 @@ def receive_state(state: TrainingState, quorum: Quorum, source: int, loads: bool
     with _Folder(net) as folder:
         agreement.quickly(net, f"making {folder.path / _TAG}", folder.make_tag)
         quorum.attempt(lambda: _receive_files(quorum, folder.path / _TAG, source))
-        if quorum.any_failed() or not loads:
+        if quorum.any_failed():
             return None
         loaded = load_checkpoint(state, LoadRequest(str(folder.path), _TAG, node_local=folder.on_nodes))
         if loaded is None:

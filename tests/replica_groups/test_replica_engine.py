@@ -144,9 +144,9 @@ def test_what_is_not_served_is_refused_by_name(extra: dict[str, Any], named: str
 
 
 def test_missing_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_zero.replica_groups.quorum import group_number, number_of_groups
+    from hf_zero.replica_groups.quorum import exchange_timeout, group_number, number_of_groups
 
-    for name in ("REPLICA_GROUP_ID", "TORCHFT_LIGHTHOUSE", "NUM_REPLICA_GROUPS"):
+    for name in ("REPLICA_GROUP_ID", "TORCHFT_LIGHTHOUSE", "NUM_REPLICA_GROUPS", "TORCHFT_TIMEOUT_SEC"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match="REPLICA_GROUP_ID is ''"):
         group_number()
@@ -157,6 +157,11 @@ def test_missing_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert group_number() == 1
     with pytest.raises(ConfigError, match="NUM_REPLICA_GROUPS is ''"):
         number_of_groups()
+    assert exchange_timeout().total_seconds() == 60
+    for wrong in ("soon", "0", "nan", "inf"):
+        monkeypatch.setenv("TORCHFT_TIMEOUT_SEC", wrong)
+        with pytest.raises(ConfigError, match=f"TORCHFT_TIMEOUT_SEC is '{wrong}': set it to a number of seconds above 0"):
+            exchange_timeout()
 
 
 def test_groups_that_have_trained_apart_and_groups_that_begin_unlike() -> None:

@@ -25,7 +25,7 @@ Gather = Callable[[torch.Tensor, torch.Tensor, str], Pending]
 
 
 class Derived:
-    """What one unit keeps of values that follow from the shards of all ranks, see [Note: dropped together].
+    """Values of one unit that follow from the shards of all ranks, see [Note: dropped together].
 
     Attributes:
         changed_here: Whether this rank has changed its shard since the ranks last exchanged their notes.
