@@ -34,7 +34,7 @@ class _Pretended:
         return Formed(self.members, step, None, ())
 
     def any_failed(self) -> bool:
-        return False
+        return bool(self.net.any_rank(False, "exchange"))  # the ranks meet, as in the real one
 
     def attempt(self, work: Callable[[], Any]) -> Any:
         return work()
@@ -109,7 +109,7 @@ def _one_group(stage: int) -> None:
     finally:
         module.Quorum = real  # type: ignore[misc]
     # A state goes to a fresh engine through a network, bit for bit, at the same layout.
-    network: Any = _Pretended(0, None)
+    network: Any = _Pretended(0, alone.collectives.data)
     fresh = start(stage, seed=1)
     send_state(alone.checkpoints.state_of(alone), {"digest": 7}, network, (1,))
     received = receive_state(fresh.checkpoints.state_of(fresh), network, 0)
