@@ -27,7 +27,7 @@ from hf_zero.core.units.registration import register_loose
 from hf_zero.core.units.shard import ShardStorage
 from hf_zero.core.units.tp_shard import is_elsewhere, is_expert, stages_of, tp_shard_of
 from hf_zero.core.units.unit import Unit, UnitSpec, find_unit, full_shape
-from hf_zero.errors import UnsupportedError
+from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.native.quantize import can_quantize
 from hf_zero.offload.policy import Offloading
 
@@ -88,6 +88,8 @@ class UnitBuilder:
         require_same_model(self.module, members, self.collectives.data, notes)
         prepare_packed(packed, self.stage.parameters_sharded, self.collectives)
         _refuse_complex(members)
+        if not self.collectives.pretended:
+            _refuse_shared_memory(self.module, members)
         in_units = [member for member in members if self._belongs_in_unit(member) or id(member.param) in divided]
         specs = build_blocks(self.module, in_units, self.leaves)
         sizes = [sum(map(self._numel, spec.members)) for spec in specs]
@@ -247,6 +249,32 @@ def _refuse_complex(members: Iterable[NamedParam]) -> None:
             f"{', '.join(names[:5])}: parameters of complex numbers cannot be trained. Keep torch.view_as_real(value) as the parameter and "
             "use torch.view_as_complex(parameter) in forward, or freeze them"
         )
+
+
+def _refuse_shared_memory(module: nn.Module, members: Iterable[NamedParam]) -> None:
+    """Raise if a trained parameter has memory in common with another parameter or a buffer (``head.weight.data = embed.weight.data``).
+
+    In plain PyTorch an update of one changes the other; units hold copies, in which they would drift apart.
+
+    Raises:
+        StateError: There are such tensors; the message names them.
+    """
+    trained = {member.name for member in members if member.group != FROZEN}
+    held = {member.name: member.param for member in members if find_unit(member.param) is None and not is_wrapped(member.param)}
+    spans = []
+    for name, tensor in (*held.items(), *module.named_buffers()):
+        if tensor.numel() and not tensor.is_meta and tensor.layout is torch.strided and tensor.is_contiguous():
+            start = tensor.data_ptr()
+            spans.append((start, start + tensor.nbytes, name))
+    furthest, before = 0, ""  # end of the tensors so far, and the name of the one that ends there
+    for start, stop, name in sorted(spans):
+        if start < furthest and (name in trained or before in trained):
+            raise StateError(
+                f"{before} and {name} share memory but are two tensors: PyTorch would change both in an update of one, and the engine has "
+                "copies that drift apart. To tie them assign the parameter itself (head.weight = embed.weight), otherwise clone one of them"
+            )
+        if stop > furthest:
+            furthest, before = stop, name
 
 
 def _passing_bytes(members: Iterable[NamedParam]) -> int:

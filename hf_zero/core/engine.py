@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, ClassVar
-from weakref import WeakMethod
+from weakref import WeakMethod, ref
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from hf_zero.core.engine_parts import AppliedAverages, EngineParts, RunAgain, st
 from hf_zero.core.offloaded_states import OffloadedStates
 from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.schedule.torch_internals import recompile_limit
+from hf_zero.core.step.clipping import clip_waiting
 from hf_zero.core.step.precision import cast_floating
 from hf_zero.core.step.written import drop_gradients
 from hf_zero.errors import ConfigError, StateError
@@ -81,6 +83,7 @@ class Engine(nn.Module):
             self.runtime.backward.on_user_backward = WeakMethod(self._begin_user_backward)
             self.runtime.backward.on_broken_off = WeakMethod(self._broke_off)
             self.runtime.on_zero_grad = WeakMethod(self._clear)
+            self.runtime.on_clip, self.runtime.updated = partial(clip_waiting, ref(self)), WeakMethod(parts.optimizer.updated_tensors)
             parts.optimizer.connect(self.step, self.zero_grad)
             if parts.stepper is not None:
                 parts.stepper.trained.on_joined = WeakMethod(self.joined)

@@ -13,10 +13,9 @@ limit on checkpoints is then unknown, no checkpoint is written in the background
 before each backward (accelerate 1.15), calls ``step`` after every micro-step and relies on the count (accelerate 1.6, Lightning), steps
 the optimizer (Fabric), or uses ``no_sync``. The count is the number of calls of ``step``, as in DeepSpeed: with
 ``gradient_accumulation_steps`` 2 every second call updates with all gradients since the last update, however many backwards preceded each
-call. A loop over accelerate may accumulate without announcing it (``accelerate``'s guide for samples of variable size); it updates in
-``optimizer.step()`` ([Note: when accelerate steps], ``integrations/accumulate.py``). The first update of every loop over accelerate waits
-for ``optimizer.step()``, so that the clipping norm of the script is known ([Note: the first update waits]). Settings that both the script
-and the configuration can give are in ``integrations/script_values.py`` ([Note: the script's value and the configuration's]).
+call. A loop over accelerate updates in ``optimizer.step()``, so that whatever a script does between ``backward`` and that call counts
+([Note: when accelerate steps], ``integrations/accumulate.py``). Settings that both the script and the configuration can give are in
+``integrations/script_values.py`` ([Note: the script's value and the configuration's]).
 """
 
 from __future__ import annotations

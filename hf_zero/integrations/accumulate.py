@@ -1,30 +1,35 @@
 """Decide which backward of a loop over accelerate completes an optimizer step, and when that step is taken.
 
 [Note: when accelerate steps] With DeepSpeed, accelerate's ``backward`` takes the optimizer step itself, and the script's
-``optimizer.step()`` does nothing. This is right as long as accelerate knows which backward is the last of an optimizer step: inside
-``accumulate()``, under Trainer, which announces it, or if an optimizer step has one micro-step. A loop may also accumulate without
-announcing it: several backwards, then ``optimizer.step()``, as in accelerate's guide for samples of variable size. For such a loop the
-update waits for ``optimizer.step()``, and ``zero_grad()`` drops the gradients, as without DeepSpeed.
+``optimizer.step()`` does nothing. All that a script does between the two would then have no effect on this update: a clipping norm, a
+learning rate, gradients that it edits, weights that it reads before the update, a ``zero_grad()`` that drops a bad step. So the update
+waits for ``optimizer.step()``, and ``zero_grad()`` drops the gradients, as without DeepSpeed. A loop may accumulate without announcing it
+(several backwards, then ``optimizer.step()``, as in accelerate's guide for samples of variable size).
 
-[Note: the first update waits] A script calls ``clip_grad_norm_`` between ``backward`` and ``optimizer.step()``, so its clipping norm would
-be known only after accelerate has updated in ``backward``. The first update of each engine therefore waits for ``optimizer.step()``. If a
-loop never calls it, the update is made at the next forward, ``zero_grad()`` or backward. From then on the norm is known, and ``backward``
-updates.
+[Note: loops that never step] Scripts that know DeepSpeed may leave ``optimizer.step()`` out. The first update of each engine waits for it
+too; if the loop goes on to its next forward without that call, the update is made there, and from then on ``backward`` updates.
+
+[Note: several models of one Accelerator] accelerate passes every loss to the engine that was prepared first. If there are several, the loss
+runs its own backward, in which each engine that it reaches collects its gradients; each optimizer's ``step()`` updates its engine.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
+from torch.utils.hooks import RemovableHandle
+
 from hf_zero.core.engine import Engine as CoreEngine
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.deepspeed.engine import Engine
-from hf_zero.errors import StateError
+from hf_zero.deepspeed.requests import set_train_batch_size
+from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.integrations import script_values
 
 _SAID = "_hf_zero_said"  # attribute of accelerate's GradientState: whether a caller has announced a boundary since the last step
@@ -39,22 +44,27 @@ class _Loop:
         waiting: Number of backwards whose update waits for ``optimizer.step()``.
         updates: Number of updates that backwards have made.
         steps: Whether the loop has ever called ``optimizer.step()``.
-        begun: Whether a backward has completed an optimizer step, see [Note: the first update waits].
-        first: Function that makes the first update and removes the forward hook, while that update waits; otherwise None.
+        clips: Whether the loop has ever called ``clip_grad_norm_``.
+        accumulates: ``accelerator.gradient_accumulation_steps`` at the last backward; None before the second one.
+        dropped: Number of ``zero_grad()`` that have dropped waiting gradients before the first ``optimizer.step()``.
+        begun: Whether a backward has completed an optimizer step.
+        at_forward: Handle of the hook that makes the first update at the next forward, while that update waits; otherwise None.
     """
 
     waiting: int = 0
     updates: int = 0
     steps: bool = False
+    clips: bool = False
+    dropped: int = 0
+    accumulates: int | None = None
     begun: bool = False
-    first: Callable[[], None] | None = None
+    at_forward: RemovableHandle | None = None
 
-    def make_first(self) -> None:
-        """Make the first update if it still waits, which is collective."""
-        if self.first is not None:
-            make, self.first = self.first, None
-            make()
-            self.updates, self.waiting = self.updates + 1, 0
+    def know(self) -> None:
+        """Remove the hook of the first update, because the loop is known to step or not to."""
+        if self.at_forward is not None:
+            self.at_forward.remove()
+            self.at_forward = None
 
 
 _loops: WeakKeyDictionary[ShardedOptimizer, _Loop] = WeakKeyDictionary()
@@ -76,7 +86,7 @@ def set_sync_gradients(method: Callable[..., None], state: Any, sync_gradients: 
 
 
 def backward(method: Callable[..., None], wrapper: Any, loss: Any, *args: Any, **kwargs: Any) -> None:
-    """Replace ``DeepSpeedEngineWrapper.backward``: update now, or leave the update to a later call ([Note: when accelerate steps]).
+    """Replace ``DeepSpeedEngineWrapper.backward``: leave the update to ``optimizer.step()`` ([Note: when accelerate steps]).
 
     Raises:
         StateError: Many updates wait, and the loop never calls ``optimizer.step()``.
@@ -85,26 +95,48 @@ def backward(method: Callable[..., None], wrapper: Any, loss: Any, *args: Any, *
     engine = wrapper.engine
     if not isinstance(engine, Engine) or not isinstance(engine.optimizer, ShardedOptimizer):
         return method(wrapper, loss, *args, **kwargs)
-    if engine.optimizer not in _loops:
-        script_values.require_own_batch(engine)
-    loop = _loops.setdefault(engine.optimizer, _Loop())
-    loop.make_first()
+    loop = _begun(engine)
     counts = not args and "sync_gradients" not in kwargs  # accelerate before 1.7 lets the engine count micro-steps
     completes = _gradient_state().sync_gradients if counts else args[0] if args else kwargs["sync_gradients"]
     said = getattr(_gradient_state(), _SAID, False) or not completes
-    if said or (engine.accumulation.steps == 1 and not engine.accumulation.in_no_sync):
+    count = engine.accumulation
+    announced = said or (count.steps == 1 and not count.in_no_sync)
+    waits = loop.steps or not loop.begun or loop.at_forward is not None
+    if announced and not (waits and completes and count.managed and not count.in_no_sync):
         before = engine.progress.global_steps
-        if not loop.begun and completes and engine.accumulation.managed and not engine.accumulation.in_no_sync:
-            _begin(loop, engine, loss, kwargs)
-            if counts:  # transformers of that time reads the norm before optimizer.step()
-                engine.progress.last_norm = engine.stepper.measure()  # type: ignore[union-attr]  # it has an optimizer
-            return None
-        if counts and engine.accumulation.managed:
+        if counts and count.managed:
             engine.set_gradient_accumulation_boundary(completes)
         method(wrapper, loss, *args, **kwargs)
         if engine.progress.global_steps > before:  # the update used the waiting gradients too
             loop.updates, loop.waiting = loop.updates + 1, 0
         return None
+    _wait(loop, engine)
+    kwargs.pop("sync_gradients", None)
+    engine.set_gradient_accumulation_boundary(True)  # inside a no_sync the engine ignores it
+    engine.backward(loss, **kwargs)
+    if announced:
+        _announce(loop, engine, counts)
+    return None
+
+
+def _begun(engine: Engine) -> _Loop:
+    """Return the state of the loop of ``engine``, which has a loader of the configured batch size.
+
+    Raises:
+        ConfigError: The loader's batch size differs from the configuration's.
+    """
+    assert isinstance(engine.optimizer, ShardedOptimizer)
+    if engine.optimizer not in _loops:
+        script_values.require_own_batch(engine)
+    return _loops.setdefault(engine.optimizer, _Loop())
+
+
+def _wait(loop: _Loop, engine: Engine) -> None:
+    """Count a backward whose update waits for ``optimizer.step()``.
+
+    Raises:
+        StateError: Many updates wait, and the loop never calls ``optimizer.step()``.
+    """
     loop.waiting += 1
     if not loop.steps and loop.waiting > _MOST * engine.accumulation.steps and not engine.accumulation.in_no_sync:
         raise StateError(
@@ -112,25 +144,88 @@ def backward(method: Callable[..., None], wrapper: Any, loss: Any, *args: Any, *
             f"gradient_accumulation_steps is {engine.accumulation.steps}: no update was made. Call optimizer.step() where the weights are "
             "to be updated, or put each micro-step inside `with accelerator.accumulate(model):`"
         )
-    kwargs.pop("sync_gradients", None)
-    engine.set_gradient_accumulation_boundary(True)  # inside a no_sync the engine ignores it
-    engine.backward(loss, **kwargs)
+
+
+def _announce(loop: _Loop, engine: Engine, counts: bool) -> None:
+    """After a backward that completes an optimizer step: show its norm, and let the first update wait for the next forward at most."""
+    if counts or not loop.clips:  # scripts of DeepSpeed, and Trainer of that time, read the norm from the engine before optimizer.step()
+        engine.progress.last_norm = engine.stepper.measure()  # type: ignore[union-attr]  # it has an optimizer
+    if loop.begun:
+        return
+    loop.begun = True
+
+    def make(*_: Any) -> None:
+        loop.know()
+        if loop.waiting:
+            loop.waiting, loop.updates = 0, loop.updates + 1
+            engine.step()
+
+    loop.at_forward = engine.register_forward_pre_hook(make)
+
+
+def backward_of_several(method: Callable[..., None], accelerator: Any, loss: Any, **kwargs: Any) -> None:
+    """Replace ``Accelerator.backward``: with several engines, let each that the loss reaches collect its gradients.
+
+    See [Note: several models of one Accelerator].
+
+    Raises:
+        StateError: Many updates wait, and the loop never calls ``optimizer.step()``.
+        ConfigError: The loader's batch size differs from the configuration's.
+    """
+    engines = _trained_by(accelerator)
+    first = getattr(accelerator, "deepspeed_engine_wrapped", None)
+    if len(engines) == 1 and first is not None and isinstance(first.engine, Engine) and not first.engine.runtime.attached:
+        first.engine = engines[0]  # the model was prepared again, with another optimizer
+    for engine in engines:
+        _follow_accumulation(engine, accelerator.gradient_accumulation_steps)
+    if len(engines) < 2 or any(engine.optimizer.needs_scaler() for engine in engines):
+        return method(accelerator, loss, **kwargs)
+    loops, completes = [_begun(engine) for engine in engines], accelerator.sync_gradients
+    for engine, loop in zip(engines, loops, strict=True):
+        loop.begun = True
+        engine.set_gradient_accumulation_boundary(completes)
+    for name in ("learning_rate", "scale_wrt_gas"):
+        kwargs.pop(name, None)
+    loss.backward(**kwargs)
+    for engine, loop in zip(engines, loops, strict=True):
+        if engine.accumulation.awaits_update:
+            _wait(loop, engine)
     return None
 
 
-def _begin(loop: _Loop, engine: Engine, loss: Any, kwargs: dict[str, Any]) -> None:
-    """Run the backward of the first update and postpone the update ([Note: the first update waits])."""
-    loop.begun = True
-    kwargs.pop("sync_gradients", None)
-    engine.set_gradient_accumulation_boundary(True)
-    engine.backward(loss, **kwargs)
-    forward = engine.register_forward_pre_hook(lambda *_: loop.make_first())
+def _follow_accumulation(engine: Engine, steps: int) -> None:
+    """Use the number of micro-steps that a script has set in ``accelerator.gradient_accumulation_steps`` since the last backward."""
+    loop = _loops.get(engine.optimizer)  # type: ignore[arg-type]  # it has an optimizer
+    if loop is None:
+        return
+    before, loop.accumulates = loop.accumulates, steps
+    if before not in (None, steps) and engine.accumulation.managed:
+        set_train_batch_size(engine, engine.train_batch_size() // engine.gradient_accumulation_steps() * steps)
 
-    def make() -> None:
-        forward.remove()
-        engine.step()
 
-    loop.first = make
+def prepare(method: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace ``Accelerator._prepare_deepspeed``, which keeps the last of several optimizers and returns it in the place of all.
+
+    Raises:
+        UnsupportedError: Several optimizers were given.
+    """
+    from accelerate.utils import DummyOptim
+
+    given = {id(value): type(value).__name__ for value in args if isinstance(value, (torch.optim.Optimizer, DummyOptim))}
+    if len(given) > 1:
+        raise UnsupportedError(
+            f"accelerator.prepare() was given {len(given)} optimizers ({', '.join(given.values())}), but a model has one engine with one "
+            "optimizer: the others would train nothing. Use one optimizer with a param group for each part of the model, or prepare each "
+            "model with its own optimizer in a call of its own"
+        )
+    return method(accelerator, *args, **kwargs)
+
+
+def _trained_by(accelerator: Any) -> list[Engine]:
+    """Return the engines that ``accelerator`` has prepared with an optimizer and that still train."""
+    models = getattr(accelerator, "_models", ())
+    found = [model for model in models if isinstance(model, Engine) and isinstance(model.optimizer, ShardedOptimizer)]
+    return [engine for engine in found if engine.runtime.attached]
 
 
 def step(method: Callable[..., None], wrapper: Any, *args: Any, **kwargs: Any) -> None:
@@ -146,7 +241,7 @@ def step(method: Callable[..., None], wrapper: Any, *args: Any, **kwargs: Any) -
     loop = _loop_of(wrapper)
     if loop is None:
         return
-    loop.make_first()
+    loop.know()
     updates, loop.updates, loop.steps = loop.updates, 0, True
     if updates > 1:
         raise StateError(
@@ -161,14 +256,22 @@ def step(method: Callable[..., None], wrapper: Any, *args: Any, **kwargs: Any) -
 
 
 def zero_grad(method: Callable[..., None], wrapper: Any, *args: Any, **kwargs: Any) -> None:
-    """Replace ``DeepSpeedOptimizerWrapper.zero_grad``: drop the gradients whose update waits for ``optimizer.step()``."""
+    """Replace ``DeepSpeedOptimizerWrapper.zero_grad``: drop the gradients whose update waits for ``optimizer.step()``.
+
+    Raises:
+        StateError: Gradients were dropped several times, and the loop never calls ``optimizer.step()``.
+    """
     method(wrapper, *args, **kwargs)
     loop = _loop_of(wrapper)
-    if loop is not None:
-        loop.make_first()
-    if loop is not None and loop.waiting:
-        loop.waiting = 0
-        wrapper.optimizer.zero_grad()
+    if loop is None or not loop.waiting or not _gradient_state().sync_gradients:
+        return
+    loop.waiting, loop.dropped = 0, loop.dropped + (not loop.steps)
+    if loop.dropped > _MOST:
+        raise StateError(
+            f"optimizer.zero_grad() has dropped the gradients of {loop.dropped} updates, and optimizer.step() was never called: nothing is "
+            "trained. Call optimizer.step() before optimizer.zero_grad()"
+        )
+    wrapper.optimizer.zero_grad()
 
 
 def get_global_grad_norm(method: Callable[..., Any], wrapper: Any) -> Any:
@@ -185,25 +288,38 @@ def clip_grad_norm_(method: Callable[..., Any], accelerator: Any, parameters: An
         UnsupportedError: The engine cannot clip by this norm or these parameters.
         StateError: Ranks pass different arguments, or the update was already made with another norm.
     """
-    engine = getattr(getattr(accelerator, "deepspeed_engine_wrapped", None), "engine", None)
+    params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    engine = _engine_of(accelerator, params)
     if not isinstance(engine, Engine) or not isinstance(engine.optimizer, ShardedOptimizer):
-        return method(accelerator, parameters, max_norm, norm_type)
+        return method(accelerator, params, max_norm, norm_type)
     loop = _loops.get(engine.optimizer)
-    updated = loop is not None and loop.first is None and not loop.waiting
-    script_values.clip(engine, accelerator.deepspeed_plugin, parameters, max_norm, norm_type, updated)
-    norm = method(accelerator, parameters, max_norm, norm_type)
-    if norm is None:  # before accelerate 1.8, which asks the engine
-        norm = _norm_of_waiting(engine)
+    script_values.clip(engine, accelerator.deepspeed_plugin, params, max_norm, norm_type, loop is not None and not loop.waiting)
+    if loop is not None:
+        loop.clips = True
+    norm = _norm_of_waiting(engine)
     return engine.get_global_grad_norm() if norm is None else norm
+
+
+def _engine_of(accelerator: Any, params: Sequence[torch.Tensor]) -> Any:
+    """Return the engine that trains most of ``params``: the one that was prepared first, unless another one trains the first of them."""
+    first = getattr(getattr(accelerator, "deepspeed_engine_wrapped", None), "engine", None)
+    engines = _trained_by(accelerator)
+    if len(engines) < 2 or not params:
+        return first
+    return next((engine for engine in engines if any(param is params[0] for param in engine.module.parameters())), first)
 
 
 def _norm_of_waiting(engine: Any) -> float | None:
     """Return the norm of the gradients whose update waits, which is collective; None if no update waits."""
     loop = _loops.get(engine.optimizer) if isinstance(engine, Engine) and engine.optimizer is not None else None
-    if loop is None or not (loop.waiting or loop.first is not None):
+    if loop is None or not loop.waiting:
         return None
-    norm = float(engine.stepper.measure())
-    return math.inf if engine.stepper.settings.skips_overflow and not math.isfinite(norm) else norm
+    measured = engine.stepper.measure()
+    norm = float(measured)
+    if engine.stepper.settings.skips_overflow and not math.isfinite(norm):
+        measured, norm = torch.full_like(measured, math.inf), math.inf
+    engine.progress.last_norm = measured
+    return norm
 
 
 def _loop_of(wrapper: Any) -> _Loop | None:

@@ -113,6 +113,18 @@ SAYS = Method("accelerate.state", "GradientState._set_sync_gradients", _STEPS, a
 BACKWARD = Method(
     "accelerate.utils.deepspeed", "DeepSpeedEngineWrapper.backward", _STEPS, around="hf_zero.integrations.accumulate:backward"
 )
+BACKWARD_OF_SEVERAL = Method(
+    "accelerate.accelerator",
+    "Accelerator.backward",
+    "an Accelerator with several prepared models passes each loss to the first engine only",
+    around="hf_zero.integrations.accumulate:backward_of_several",
+)
+PREPARE_ONE = Method(
+    "accelerate.accelerator",
+    "Accelerator._prepare_deepspeed",
+    "of several optimizers for one model accelerate keeps the last",
+    around="hf_zero.integrations.accumulate:prepare",
+)
 STEP = Method("accelerate.utils.deepspeed", "DeepSpeedOptimizerWrapper.step", _STEPS, around="hf_zero.integrations.accumulate:step")
 ZERO_GRAD = Method(
     "accelerate.utils.deepspeed",
@@ -324,7 +336,8 @@ LIGHTNING_SIGNALS = (
 METHODS = (
     NO_SYNC, STATE, ACCELERATOR_STATE, PLUGIN, INIT_SWITCH, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, STATE_DICT, SAVE_STATE, TRAIN,
     LOG, EVALUATE, BUILD, BUILD_FOR_LOAD, MISSING_KEYS, TIE, SAVE_MODEL, LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES, TOKENS,
-    STEP_END, SAVE_CHECKPOINT, JIT, LIGHTNING_SAVE, OLD_LIGHTNING_SAVE, *LIGHTNING_FITS, *LIGHTNING_SIGNALS, SAYS, BACKWARD, STEP,
+    STEP_END, SAVE_CHECKPOINT, JIT, LIGHTNING_SAVE, OLD_LIGHTNING_SAVE, *LIGHTNING_FITS, *LIGHTNING_SIGNALS, SAYS, BACKWARD,
+    BACKWARD_OF_SEVERAL, PREPARE_ONE, STEP,
     ZERO_GRAD, NORM, CLIP,
     FILL, PROCESS, OPTIMIZERS, FILL_SHARDED, CONFIGURATION, ARGUMENTS, AGENT, CONTEXT_SIZE, PREPARE_CP, CONTEXT, CONTEXT_INPUTS,
     PARALLELISM, RECURRENT, INPUTS,

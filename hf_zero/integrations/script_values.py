@@ -4,7 +4,7 @@
 `gradient_clipping` with 1.0, whatever norm the script passes to ``clip_grad_norm_``. Here the script's value is used if the configuration
 has "auto" or no value; if both are set and differ, an error names both. An argument with its default value counts as not set. The clipping
 norm and the loader's batch size become known late: at the first ``clip_grad_norm_`` and at the first backward. Both precede the first
-update, because `integrations/accumulate.py` lets that update wait for ``optimizer.step()``.
+update, because `integrations/accumulate.py` lets updates wait for ``optimizer.step()``.
 """
 
 from __future__ import annotations

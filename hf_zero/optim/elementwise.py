@@ -231,17 +231,21 @@ def _probe(optimizer: torch.optim.Optimizer, options: dict[str, Any], undecided:
         largest = (whole - start).abs().max().item()
         if largest == 0.0:
             return undecided(f"did not move a small matrix in {TRIAL_STEPS} steps")
-        if _halves_differ_by(optimizer, options, start, grads, whole) <= _PROBE_TOLERANCE * largest:  # false for NaN
-            return False
-        if all_here:
+        alone = _halves_differ_by(optimizer, options, start, grads, whole) <= _PROBE_TOLERANCE * largest  # false for NaN
+        if all_here and not alone:
             return True
-        other, other_grads = 3.0 * start.flip(0), [7.0 * grad.flip(0) for grad in grads]
+        starts, both = [start, 3.0 * start.flip(0)], [grads, [7.0 * grad.flip(0) for grad in grads]]
+        if alone:  # behind the other one: a rule may depend on the position in the group (GrokAdamW's does)
+            starts.reverse()
+            both.reverse()
         try:
-            together = _result(optimizer, options, [start, other], [grads, other_grads])
+            together = _result(optimizer, options, starts, both, int(alone))
         except Exception as error:
             return undecided(f"could not be tried on two small matrices: {type(error).__name__}: {error}", error)
     difference = (whole - together).abs().max().item()
-    if not difference <= _PROBE_TOLERANCE * largest:
+    if difference <= _PROBE_TOLERANCE * largest:
+        return not alone
+    if not all_here:
         undecided.reads_all_tensors(difference, largest)
     return True
 
@@ -315,10 +319,10 @@ class _Undecided:
 
 
 def _result(
-    optimizer: torch.optim.Optimizer, options: dict[str, Any], starts: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]
+    optimizer: torch.optim.Optimizer, options: dict[str, Any], starts: Sequence[Tensor], grads: Sequence[Sequence[Tensor]], index: int = 0
 ) -> Tensor:
-    """Return the first of ``starts`` after the steps of a trial."""
-    return try_steps(optimizer, options, starts, grads)[1].detach()
+    """Return the tensor ``index`` of ``starts`` after the steps of a trial."""
+    return try_steps(optimizer, options, starts, grads)[1][index].detach()
 
 
 def check_whole_tensors(inner: torch.optim.Optimizer, split: bool, offload_device: str) -> None:

@@ -122,11 +122,10 @@ def _clipping() -> None:
             with pytest.raises(StateError, match=r"max_norm is 0.5 on rank 0, 1.5 on rank 1"):
                 accelerator.clip_grad_norm_(engine.parameters(), 0.5 + ranks.rank())
     with _prepared() as (accelerator, engine, optimizer, loader):
-        for step, rows in enumerate(loader):
+        for step, rows in enumerate(loader):  # without optimizer.step()
             accelerator.backward(engine(rows).square().mean())
             if step == 0:
                 accelerator.clip_grad_norm_(engine.parameters(), 0.5)
-                optimizer.step()
                 continue
             with pytest.raises(StateError, match=r"with 0.1 after an update whose gradients, of norm .*, were clipped at 0.5"):
                 accelerator.clip_grad_norm_(engine.parameters(), 0.1)
@@ -139,8 +138,9 @@ def _clipping() -> None:
             optimizer.step()
             engine.progress.last_norm = torch.zeros(())  # so small that the numbers make no difference to it
             accelerator.clip_grad_norm_(engine.parameters(), 0.5 + ranks.rank())
+            accelerator.backward(engine(second).square().mean())
             with pytest.raises(StateError, match=r"clipped to is 0.5 on rank 0, 1.5 on rank 1"):
-                accelerator.backward(engine(second).square().mean())
+                optimizer.step()
 
 
 def _norms_of_what_joins() -> None:

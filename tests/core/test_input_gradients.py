@@ -155,8 +155,8 @@ def test_recomputation_in_a_backward_for_inputs(stage: int) -> None:
     ranks.run_ranks(_recomputed, 2, stage)
 
 
-def _penalty(stage: int, transform: bool) -> None:
-    """Train on a loss made of gradients; at stage 3 the model must stay unsharded until its backward."""
+def _penalty(stage: int, transform: bool, gather: bool) -> None:
+    """Train on a loss made of gradients; at stage 3 the model stays unsharded until its backward, or a script keeps it so."""
     model = build()
     plain = copy.deepcopy(model).to(ranks.device())
     engine = initialize(model, Run(stage))
@@ -168,8 +168,11 @@ def _penalty(stage: int, transform: bool) -> None:
         leaf = x.clone().requires_grad_()
         return torch.autograd.grad(model(leaf), leaf, create_graph=True)[0].square().sum()
 
-    with hf_zero.zero.GatheredParameters(list(engine.parameters())):
-        engine.backward(penalty(engine))
+    with hf_zero.zero.GatheredParameters(list(engine.parameters()) if gather else ()):
+        loss = penalty(engine)
+        engine(x)  # a forward in between
+        engine.backward(loss)
+    assert gather or stage < 3 or not any(param.numel() for param in engine.module.parameters())
     penalty(plain).backward()
     for name, param in plain.named_parameters():
         grad = hf_zero.utils.safe_get_full_grad(engine.module.get_parameter(name))
@@ -178,10 +181,10 @@ def _penalty(stage: int, transform: bool) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("transform", [False, True], ids=["autograd", "torch.func"])
+@pytest.mark.parametrize(("transform", "gather"), [(False, False), (False, True), (True, True)], ids=["autograd", "gathered", "torch.func"])
 @pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
-def test_gradient_penalties(stage: int, transform: bool) -> None:
-    ranks.run_ranks(_penalty, 2, stage, transform)
+def test_gradient_penalties(stage: int, transform: bool, gather: bool) -> None:
+    ranks.run_ranks(_penalty, 2, stage, transform, gather)
 
 
 def _of_parameters(stage: int) -> None:

@@ -92,6 +92,15 @@ class Random(Base):
         return torch.rand(param.shape)
 
 
+class ByPosition(Base):
+    """Gives each parameter of a group another rate, as GrokAdamW gives it another momentum."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for position, param in enumerate(group["params"]):
+                param.data -= group["lr"] * 0.5**position * param.grad
+
+
 class Decorated(torch.optim.AdamW):
     """A subclass that hands its keywords on."""
 
@@ -174,6 +183,9 @@ def test_what_looks_at_all_parameters_together_is_refused(caplog: pytest.LogCapt
         needs_whole_tensors(AllNorm(params()))
     assert needs_whole_tensors(AllNorm(params()), allow_untested=True)
     assert needs_whole_tensors(AllNorm(params()), all_here=True)
+    with pytest.raises(UnsupportedError, match="ByPosition cannot run with ZeRO: .*all parameters together"):
+        needs_whole_tensors(ByPosition(params()))
+    assert needs_whole_tensors(ByPosition(params()), all_here=True)
     prodigy = type("Prodigy", (Base,), {})(params())
     assert needs_whole_tensors(prodigy, all_here=True)
     with pytest.raises(UnsupportedError, match="Prodigy cannot run with ZeRO: .*Or use stage 0"):

@@ -98,3 +98,97 @@ def test_step_hooks_are_called_once_for_each_real_step() -> None:
 
 def test_hooks_of_state_dicts() -> None:
     ranks.run_ranks(_hooks_of_states, 2)
+
+
+class _ScheduleFree(torch.optim.Optimizer):
+    """SGD whose parameters are the mean of all values in its evaluation mode, as in schedule-free optimizers; by element, or by tensor."""
+
+    def __init__(self, params: Any, lr: float = 0.1, whole: bool = False) -> None:
+        super().__init__(params, {"lr": lr, "mode": "train", "count": 0, "whole": whole})
+
+    def _swap(self, mode: str) -> None:
+        for group in self.param_groups:
+            if group["mode"] != mode:
+                group["mode"] = mode
+                for param in group["params"]:
+                    last, mean = self.state[param]["last"], self.state[param]["mean"]
+                    param.data.copy_(mean if mode == "eval" else last)
+
+    def train(self) -> None:
+        self._swap("train")
+
+    def eval(self) -> None:
+        self._swap("eval")
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["count"] += 1
+            for param in group["params"]:
+                scale = 1.0 + float(group["whole"]) / (1.0 + float(param.grad.norm()))
+                param.sub_(group["lr"] * scale * param.grad)
+                state = self.state[param]
+                mean = state.setdefault("mean", torch.zeros_like(param))
+                mean.lerp_(param, 1.0 / group["count"])
+                state["last"] = param.clone()
+
+
+def _own_object(stage: int, dtype: str, whole: bool) -> None:
+    """The script's own optimizer object steps, is set to modes, and is one of two: as in plain PyTorch, or an error that says so."""
+    import hf_zero
+    from hf_zero.errors import StateError
+    from tests.support.parity import DTYPES, cast_model
+
+    models = [MLP.build().to(ranks.device()) for _ in range(2)]
+    cast_model(models[0], DTYPES[dtype], ())
+    masters = [param.detach().float().clone() for param in models[0].parameters()]
+    plain = _ScheduleFree(masters, whole=whole)
+    mine = _ScheduleFree(models[1].parameters(), whole=whole)
+    config = Run(stage, dtype).config()
+    del config["optimizer"]
+    engine = hf_zero.initialize(model=models[1], optimizer=mine, config={**config, "zero_allow_untested_optimizer": True})[0]
+
+    def same(label: str) -> None:
+        with hf_zero.zero.GatheredParameters(list(engine.parameters())):
+            for (name, param), expected in zip(models[1].named_parameters(), masters, strict=True):
+                wanted = expected.to(param.dtype)
+                limits = {"rtol": 1e-5, "atol": 1e-6} if dtype == "fp32" else {"rtol": 2**-7, "atol": 4e-3}
+                torch.testing.assert_close(param.data, wanted, **limits, msg=lambda text, at=name: f"{label}, {at}: {text}")
+
+    for step in range(3):
+        parts = [MLP.rows(step, 0, rank) for rank in range(ranks.world())]
+        for part in parts:
+            batch = {key: value.to(DTYPES[dtype]) if value.is_floating_point() else value for key, value in part.items()}
+            (class_loss(models[0], batch) / ranks.world()).backward()
+            if part is parts[ranks.rank()]:
+                class_loss(engine, batch).backward()
+        for param, master in zip(models[0].parameters(), masters, strict=True):
+            master.grad, param.grad = param.grad.float(), None
+        plain.step()
+        mine.step()
+        mine.zero_grad()
+        (mine if step else engine.optimizer).eval()
+        plain.eval()
+        same(f"stage {stage}, {dtype}, averaged in step {step}")
+        mine.train()
+        plain.train()
+        same(f"stage {stage}, {dtype}, step {step}")
+        with torch.no_grad():
+            for param, master in zip(models[0].parameters(), masters, strict=True):
+                param.copy_(master)
+    with pytest.raises(StateError, match=r"SGD.step\(\): .* is trained by an engine"):
+        torch.optim.SGD(engine.parameters(), lr=0.1).step()
+    engine.destroy()
+    torch.optim.SGD(models[1].parameters(), lr=0.1).step()
+
+
+def _own_objects(stages: tuple[int, ...]) -> None:
+    for stage in stages:
+        for whole in (False, True):
+            _own_object(stage, "fp32", whole)
+        _own_object(stage, "bf16", False)
+
+
+@pytest.mark.parametrize("stages", [(1, 3), pytest.param((0, 2), marks=pytest.mark.slow)])
+def test_the_scripts_own_optimizer_object(stages: tuple[int, ...]) -> None:
+    ranks.run_ranks(_own_objects, 2, stages)

@@ -103,3 +103,32 @@ def test_tied_weights_stay_one_parameter(stage: int) -> None:
 @pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
 def test_frozen_tied_weight(stage: int) -> None:
     ranks.run_ranks(_tied_to_frozen, 2, stage)
+
+
+def _memory_in_common() -> None:
+    """Two parameters with one memory, or a parameter and a buffer, are refused by name where one is trained."""
+    import hf_zero
+    from hf_zero.errors import StateError
+
+    for stage in STAGES:
+        for trained, shadow in ((True, False), (True, True), (False, False)):
+            model = nn.ModuleDict({"embed": nn.Embedding(6, 4), "head": nn.Linear(4, 6, bias=not shadow), "top": nn.Linear(6, 2)})
+            if shadow:
+                model["head"].register_buffer("copy", model["embed"].weight.data)
+                other = "head.copy"
+            else:
+                model["head"].weight.data = model["embed"].weight.data
+                other = "head.weight"
+            for part in ("embed", "head"):
+                model[part].requires_grad_(trained)
+            config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
+            optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
+            if trained:
+                with pytest.raises(StateError, match=rf"(embed.weight and {other}|{other} and embed.weight) share memory"):
+                    hf_zero.initialize(model=model, optimizer=optimizer, config=config)
+            else:
+                hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0].destroy()
+
+
+def test_memory_in_common_is_refused_by_name() -> None:
+    ranks.run_ranks(_memory_in_common, 2)

@@ -81,13 +81,13 @@ def trial_data(optimizer: torch.optim.Optimizer) -> tuple[Tensor, list[Tensor]]:
 
 def try_steps(
     optimizer: torch.optim.Optimizer, options: dict[str, Any], starts: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]
-) -> tuple[torch.optim.Optimizer, Tensor]:
+) -> tuple[torch.optim.Optimizer, list[torch.nn.Parameter]]:
     """Step a new optimizer of the same class over copies of ``starts``, with one gradient of each per step.
 
     It draws from the default random generator, whose state the caller restores.
 
     Returns:
-        The new optimizer and its first parameter.
+        The new optimizer and its parameters.
 
     Raises:
         CollectiveError: The optimizer's step communicates.
@@ -103,7 +103,7 @@ def try_steps(
             for param, own_grads in zip(params, grads, strict=True):
                 param.grad = own_grads[step].clone()
             built.step()
-    return built, params[0]
+    return built, params
 
 
 class _NoCollectives(TorchDispatchMode):
@@ -144,7 +144,7 @@ def _tried_state(optimizer: torch.optim.Optimizer, group: int, ndim: int) -> tup
     values = [value.float().view(shape) if ndim else value.float().flatten()[0] for value in (start, *grads)]
     with torch.random.fork_rng(devices=[]):
         try:
-            built, param = try_steps(optimizer, options_of(optimizer.param_groups[group]), values[:1], [values[1:]])
+            built, (param,) = try_steps(optimizer, options_of(optimizer.param_groups[group]), values[:1], [values[1:]])
         except (Exception, CollectiveError):  # another library's constructor or step may raise any error
             return None
     return dict(built.state.get(param, {})), param

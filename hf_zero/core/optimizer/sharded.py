@@ -10,6 +10,7 @@ from weakref import ref
 import torch
 
 from hf_zero.core.optimizer.clones import build_anew, state_at_start
+from hf_zero.core.optimizer.own_object import OwnObject
 from hf_zero.core.optimizer.param_states import ParamStates, SegmentStates
 from hf_zero.core.optimizer.segments import OwnedSegment, Segments, lay_out
 from hf_zero.core.optimizer.state_store import StateStore
@@ -42,6 +43,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         memory: Tensors that the gradient exchange keeps between steps; None if there are none.
         overflow: Whether the last step was skipped for a gradient that is not finite.
         cut_segments: Whether parameters in one segment's range may have different step counts; the same on all ranks.
+        own: Methods of ``inner`` that scripts may call.
         norm: Norm of all gradients in the last step, before clipping, 0-dim tensor, inf if that step was skipped; None before the first.
 
     Args:
@@ -67,6 +69,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.norm: torch.Tensor | None = None
         self._step: Callable[[], None] | None = None
         self._clear: Callable[[], None] | None = None
+        self.own = OwnObject(inner)
         self.segments = Segments()
         for group, tensors in zip(inner.param_groups, self._lay_out(), strict=True):
             group["params"] = tensors
@@ -126,14 +129,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def connect(self, step: Callable[[], None] | None, clear: Callable[[], None] | None) -> None:
-        """Set the functions that ``step`` and ``zero_grad`` of this optimizer call; the inner optimizer's ``zero_grad`` calls this
-        one's.
-        """
+        """Set the functions that ``step`` and ``zero_grad`` of this optimizer call, and of the inner one if a script calls them."""
         self._step, self._clear = step, clear
         if clear is None:
             vars(self.inner).pop("zero_grad", None)
         else:
             vars(self.inner)["zero_grad"] = _clearing(ref(self))
+        if step is None:
+            self.own.disconnect()
+        else:
+            self.own.connect(self)
 
     def dismiss(self) -> None:
         """Free state and segments, and empty the groups."""
@@ -149,7 +154,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         ``updated`` is called with each unit, in order, when its shard has its new value, and may be collective; everything else is local.
         """
-        self.state_store.update(shards, factor, updated)
+        with self.own.updating():
+            self.state_store.update(shards, factor, updated)
         # torch's schedulers read this attribute before they warn that they were stepped before the optimizer. A script's scheduler has the
         # inner optimizer, whose own `step` is not always the method that updates.
         inner: Any = self.inner

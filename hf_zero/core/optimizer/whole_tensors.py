@@ -61,6 +61,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
         self._resting: set[str] = set()  # names of parameters that are frozen at present
         self._take_over(inner, units)
         super().__init__(inner, units, state_store)
+        self.own.fetch, self.own.send = self._fetch, self._scatter
 
     def _take_over(self, inner: torch.optim.Optimizer, units: Sequence[Unit]) -> list[WholeParam]:
         """Assign owners to the parameters of ``units``; return the parameters that this rank updates. Collective if experts are divided
@@ -128,11 +129,15 @@ class WholeTensorOptimizer(ShardedOptimizer):
         with torch.no_grad():
             scale_(shards, factor)
             self._collect(shards)
-        with span("whole tensors"):
+        with span("whole tensors"), self.own.updating():
             self.inner.step()
         with torch.no_grad():
             self._scatter(updated)
         self._opt_called = True
+
+    def _fetch(self) -> None:
+        """Give the parameters that this rank owns their values; collective."""
+        self._collect([torch.zeros_like(master_of(move.unit)) for move in self._moves()])
 
     def _moves(self) -> list[TensorMoves]:
         return [move for move in self._exchanges if not move.unit.rests]

@@ -13,7 +13,7 @@ from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.schedule import UnshardSchedule
-from hf_zero.core.schedule.torch_internals import call_after_backward, outside_compile, outside_transforms, reaches
+from hf_zero.core.schedule.torch_internals import call_after_backward, outside_compile, outside_transforms, reaches, transforming
 from hf_zero.core.schedule.watched_outputs import WatchedForward, WatchedOutputs, tensors_in
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import CollectiveError, StateError
@@ -56,6 +56,8 @@ class BackwardPhase:
         self._stack = stack
         self._count = 0  # backwards so far
         self._collects = False  # whether the running backward gives parameters gradients
+        self._differentiable = False  # whether the running backward builds a graph of itself (``create_graph``)
+        self._held: list[tuple[Unit, bool]] = []  # units that are whole until the backward of such a graph, and whether they were before
         self._looked = False  # whether the running backward has looked ahead
         self.outputs = WatchedOutputs(root)
         self._part_hook = _hook_of_parts(ref(self))
@@ -200,6 +202,7 @@ class BackwardPhase:
         if reaches(param for entry in trained for param in entry.unit.params if param is not None):
             self._begin_collecting()
         self._begin()
+        self._differentiable = torch.is_grad_enabled() and not transforming()  # transforms always build one
         call_after_backward(self.end)
 
     def _begin_collecting(self) -> None:
@@ -277,7 +280,29 @@ class BackwardPhase:
                 f"a backward broke off with an error on another rank ({texts}): the gradients since the last optimizer step are gone on "
                 "all ranks. Let the error end the run, or run these micro-steps again on all ranks, after zero_grad()"
             )
+        holds = self._differentiable and not self._collects
         self._finish()
+        if not holds:
+            self.release()
+        elif not self._held:
+            self._hold()
+
+    def _hold(self) -> None:
+        """Unshard all blocks and keep them unsharded; collective.
+
+        [Note: derivatives of derivatives] A backward with ``create_graph`` (a gradient penalty, a product with the Hessian) builds a graph
+        that no hook watches, and whose backward reads parameters of any block. So all blocks stay unsharded from the end of this backward
+        to the end of the next one without ``create_graph``, or to the next update. The memory of the buffers that the graph has saved is
+        filled again with the same values.
+        """
+        units = [unit for block in self._blocks for unit in block.units if unit.reshards] if self.schedule is not None else []
+        self._held = [(unit, unit.pin()) for unit in units]
+
+    def release(self) -> None:
+        """Let units that are held for the derivative of a derivative be resharded; local."""
+        while self._held:
+            unit, was_whole = self._held.pop()
+            unit.unpin(reshard=not was_whole)
 
     def _join(self, error: str) -> str:
         """Issue the unshards and reductions of this backward that remain on any rank; collective. Return the errors of other ranks."""
@@ -313,6 +338,7 @@ class BackwardPhase:
         """Discard a forward or backward that failed with an error; local."""
         if self.schedule is not None:
             self.schedule.reshard_all()
+        self.release()
         if self.reducer is not None and self._collects:
             self.reducer.clear()
             notify = self.on_broken_off() if self.on_broken_off is not None else None
@@ -321,7 +347,7 @@ class BackwardPhase:
         self._finish()
 
     def _finish(self) -> None:
-        self.begun = self.mixed = self._collects = self._looked = False
+        self.begun = self.mixed = self._collects = self._looked = self._differentiable = False
         SharedBackward.leave(self)
         self._stack.clear()
         self.outputs.clear()

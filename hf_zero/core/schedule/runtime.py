@@ -17,10 +17,10 @@ from hf_zero.core.schedule.outside_reads import OutsideReads
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.saved_tensors import SavedTensors
 from hf_zero.core.schedule.schedule import ForwardPhase, UnshardSchedule
-from hf_zero.core.schedule.torch_internals import before_zero_grad, compiled_call, in_backward, is_compiled_wrapper
+from hf_zero.core.schedule.torch_internals import around_clipping, before_zero_grad, compiled_call, in_backward, is_compiled_wrapper
 from hf_zero.core.units.guards import unguard_unprepared
 from hf_zero.core.units.unit import Unit, find_unit
-from hf_zero.errors import StateError
+from hf_zero.errors import StateError, UnsupportedError
 
 _ATTRIBUTE = "_hf_zero_runtime"  # attribute of a module with hooks
 
@@ -44,6 +44,9 @@ class Runtime:
         backward: Actions of the hooks in backward.
         saved: Hooks of what functions save for backward.
         on_zero_grad: Called with parameters whose gradients a script clears; returns the ids of those whose ``grad`` stays.
+        on_clip: Called with parameters without ``grad`` whose gradients a script clips, the largest norm and its order; returns the norm
+            before, or None if no gradients wait.
+        updated: Returns the ids of the tensors that the engine's optimizer holds in place of parameters.
 
     Args:
         module: See the attribute.
@@ -70,6 +73,8 @@ class Runtime:
         self.forward = ForwardPhase(root, schedule)
         self.backward = BackwardPhase(root, blocks, schedule, reducer, self.forward.stack)
         self.on_zero_grad: WeakMethod[Callable[[Sequence[nn.Parameter]], frozenset[int]]] | None = None
+        self.on_clip: Callable[[Sequence[torch.Tensor], float, float], torch.Tensor | None] | None = None
+        self.updated: WeakMethod[Callable[[], set[int]]] | None = None
         self._outside_reads = OutsideReads(module, root, blocks, self.forward, self.backward)
         self._hooks: list[ForwardHooks] = []
         self._handles: list[Handle] = []
@@ -91,6 +96,7 @@ class Runtime:
         self.module.__dict__[_ATTRIBUTE] = self
         _attached.add(self)
         before_zero_grad(_clear)
+        around_clipping(_clip)
         if self.schedule is not None:
             self._outside_reads.attach(self.enter, self.leave)
         else:
@@ -232,6 +238,7 @@ class Runtime:
 
     def reshard_for_update(self) -> None:
         """Reshard before an update, because unsharded values become stale; local."""
+        self.backward.release()
         if self.schedule is not None:
             self.schedule.begin_update()
 
@@ -260,6 +267,34 @@ def _clear(params: Sequence[nn.Parameter]) -> set[int]:
         if clear is not None and any(id(param) in given for param in runtime.module.parameters()):
             kept |= clear(params)
     return kept
+
+
+def _clip(params: list[torch.Tensor], max_norm: float, norm_type: float, total_norm: torch.Tensor) -> bool:
+    """Let the engine that trains ``params`` clip their sharded gradients, and write their norm to ``total_norm``; collective then.
+
+    Returns:
+        Whether an engine has clipped them; otherwise torch does.
+
+    Raises:
+        UnsupportedError: Gradients of other parameters are to be clipped by the same norm.
+    """
+    hidden = {id(param) for param in params if param.grad is None}
+    for runtime in list(_attached) if hidden else ():
+        updated = runtime.updated() if runtime.updated is not None else None
+        own = {id(param) for param in runtime.module.parameters() if param.requires_grad} | (updated() if updated is not None else set())
+        if runtime.on_clip is None or own.isdisjoint(hidden):
+            continue
+        norm = runtime.on_clip(params, max_norm, norm_type)
+        if norm is None:
+            continue
+        if any(param.grad is not None and id(param) not in own for param in params):
+            raise UnsupportedError(
+                "torch.nn.utils.clip_grad_norm_ was given parameters of an engine that shards their gradients together with others: clip "
+                "each by itself"
+            )
+        total_norm.data = norm.to(total_norm.device, total_norm.dtype)
+        return True
+    return False
 
 
 def _below_compiled(module: nn.Module) -> set[int]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import clip_grad
 from torch.utils.hooks import RemovableHandle
 
 from hf_zero.core.units.guards import HOOKED_MODULE
@@ -193,3 +194,36 @@ def before_zero_grad(function: Callable[[list[nn.Parameter]], Container[int]]) -
             param.grad = grad
 
     nn.Module.zero_grad = zero_grad  # type: ignore[method-assign]
+
+
+_SCALING = next((name for name in vars(clip_grad) if name.startswith("_clip_grad") and name.endswith("_with_norm_")), "")
+_scale_gradients: Any = getattr(clip_grad, _SCALING, None)
+_total_norm: Any = getattr(clip_grad, "_get_total_norm", None)
+
+
+def around_clipping(function: Callable[[list[torch.Tensor], float, float, torch.Tensor], bool]) -> None:
+    """Call ``function`` where ``torch.nn.utils.clip_grad_norm_`` scales gradients, whichever name a script has imported it by.
+
+    torch has no hook for this. A second call replaces the function; versions of torch without these inner functions are left alone.
+
+    Args:
+        function: Called with the parameters, the largest norm, the order of the norm and the norm, 0-dim, which it may overwrite; returns
+            whether it has scaled the gradients.
+    """
+    if _scale_gradients is None or _total_norm is None:
+        return
+    orders: list[float] = [2.0]  # order of the norm that was computed last
+
+    @wraps(_total_norm)
+    def total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
+        orders[0] = float(norm_type)
+        return _total_norm(tensors, norm_type, *args, **kwargs)
+
+    @wraps(_scale_gradients)
+    def scale(parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None) -> None:
+        params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if not function(params, float(max_norm), orders[0], total_norm):
+            _scale_gradients(params, max_norm, total_norm, foreach)
+
+    clip_grad._get_total_norm = total_norm
+    setattr(clip_grad, _SCALING, scale)

@@ -20,8 +20,9 @@ With ``ignore_unused_parameters: false`` a parameter that any rank did not use i
 
 ``loss.backward()`` without the engine is a micro-step too ([Note: a backward the user starts]): the first hook that runs notices it.
 ``torch.autograd.grad`` and torch.func's transforms through the engine give no parameter a gradient (``core/schedule/backward_phase.py``,
-[Note: backwards for inputs]): they only unshard. A loss computed from such gradients (a penalty) trains like any other; at stage 3 its
-forward and both backwards must be inside ``GatheredParameters``, because no hook shows which parameters a second derivative reads.
+[Note: backwards for inputs]): they only unshard. A loss computed from such gradients (a penalty) trains like any other; at stage 3 all
+blocks stay unsharded meanwhile ([Note: derivatives of derivatives]). With torch.func's transforms its forward and both backwards must be
+inside ``GatheredParameters``, because every transform could be such a first backward.
 ``zero_grad()`` discards complete gradients that ``step`` has not used, and keeps gradients in the middle of an accumulation.
 
 Precision

@@ -22,8 +22,8 @@ from hf_zero.core.step.spikes import StepWatch
 from hf_zero.core.step.trained_set import TrainedUnits
 from hf_zero.core.step.written import WrittenValues, have_written, note_added, refuse_added, take_written
 from hf_zero.core.units.unit import trained_of
-from hf_zero.core.units.values import agree_on_scales, all_gather_updated
-from hf_zero.errors import StateError
+from hf_zero.core.units.values import adopt_writes, agree_on_scales, all_gather_updated
+from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.observe import log_rank0, span
 from hf_zero.system import signals
 
@@ -111,6 +111,7 @@ class Stepper:
         self.everyone = everyone  # network of the ranks that have to agree before a step
         self.groups: OtherGroups | None = None  # set by layers above
         self._averaged: int | None = None  # result of ``OtherGroups.average`` for the coming step
+        optimizer.own.change = self.change_masters
         self._look_at_units()
 
     def _look_at_units(self) -> None:
@@ -153,6 +154,19 @@ class Stepper:
             self.everyone.all_reduce(beside, "loss").wait()
             beside = None
         return global_norm(shards, self.collectives, stage.optimizer_sharded, self._parts, store.threads, beside)
+
+    def norm_of_pieces(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the norm, with loss scale, of parts of this rank's gradients; 0-dim, the same on every rank. Collective.
+
+        Raises:
+            UnsupportedError: Ranks that hold other parts of the model have parts of these gradients too.
+        """
+        if self._parts is not None or type(self) is not Stepper:
+            raise UnsupportedError(
+                "the norm of some of the gradients is not supported with tensor, expert or pipeline parallelism, nor with OneBitAdam: pass "
+                "all parameters of the model"
+            )
+        return global_norm(pieces, self.collectives, self.settings.stage.optimizer_sharded, None, self.optimizer.state_store.threads)
 
     def culprit_of(self, shards: Sequence[torch.Tensor]) -> str:
         """Return the name of the first parameter with a gradient that is not finite; collective."""
@@ -211,7 +225,7 @@ class Stepper:
         """
         self._settle()
         self.reducer.shown.begin()  # parameters whose gradients were just taken show the reduced gradient, like all others
-        shards = self._reduced()
+        shards = self.reduced()
         self._average(shards)
         return self.norm_of(shards) / self.scaler.scale
 
@@ -231,7 +245,7 @@ class Stepper:
             take_written(self.reducer, self.collectives.data, self.settings.stage.parameters_sharded)
         return agreed
 
-    def _reduced(self) -> list[torch.Tensor]:
+    def reduced(self) -> list[torch.Tensor]:
         """Return the reduced gradients of the trained units, in their order, ready to be read."""
         with span("finish_reduce"):
             shards = [self._gradients[id(unit)].reduced() for unit in trained_of(self.optimizer.units)]
@@ -251,7 +265,7 @@ class Stepper:
         agreed = self._settle()
         if self.settings.wants_all:
             self._require_all()
-        shards = self._reduced()
+        shards = self.reduced()
         groups = self._average(shards)
         self._averaged = None
         if not groups:
@@ -272,16 +286,10 @@ class Stepper:
             with span("clip"):
                 factor = clip_factor(norm, self.settings.max_norm) / self.scaler.scale
             with span("update"):
-                self.runtime.reshard_for_update()
-                for unit in trained_of(self.optimizer.units):
-                    unit.derived.forget()  # an update that continues after the step does not notify it
+                self._prepare_update()
                 spreads: list[Pending | None] = []
                 self.optimizer.update(shards, factor, lambda unit: spreads.append(all_gather_updated(unit)))
-            with span("spread"):
-                for spread in spreads:
-                    if spread is not None:
-                        spread.wait()
-                agree_on_scales(self._coded)
+            self._spread(spreads)
         self.optimizer.overflow, self.optimizer.norm = skipped, norm
         if not skipped:
             self.optimizer.end_step()
@@ -292,6 +300,39 @@ class Stepper:
         self.scaler.update(overflow)
         self.reducer.exchange.stepped(skipped, self.scaler.scale / scale)
         return StepResult(norm, skipped, culprit, agreed.signal, groups)
+
+    def _prepare_update(self) -> None:
+        """Reshard what is unsharded, because masters are about to change."""
+        self.runtime.reshard_for_update()
+        for unit in trained_of(self.optimizer.units):
+            unit.derived.forget()  # an update that continues after the step does not notify it
+
+    def _spread(self, spreads: Sequence[Pending | None]) -> None:
+        """Wait for the all-gathers of updated shards."""
+        with span("spread"):
+            for spread in spreads:
+                if spread is not None:
+                    spread.wait()
+            agree_on_scales(self._coded)
+
+    @torch.no_grad()
+    def change_masters(self, change: Callable[[], object]) -> None:
+        """Call ``change``, a method of the optimizer that writes to masters (``eval`` of schedule-free ones), and show the new values.
+
+        Collective.
+
+        Raises:
+            StateError: Masters are in files.
+        """
+        if self.optimizer.state_store.in_files:
+            raise StateError("the optimizer changes weights outside of step(), which is not supported while they are in files (NVMe)")
+        for unit in self.runtime.units():
+            adopt_writes(unit, self.runtime.idle)
+        self.optimizer.state_store.settle()
+        spreads: list[Pending | None] = []
+        self._prepare_update()
+        self.optimizer.own.write(change, lambda unit: spreads.append(all_gather_updated(unit)))
+        self._spread(spreads)
 
 
 @dataclass(frozen=True)

@@ -175,7 +175,7 @@ def _without_values(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         StateError: The operation needs values; the message names the parameter.
     """
     param = args[0] if args and isinstance(args[0], _Empty) else next(_empty_ones(args, kwargs))
-    if func == _DATA.__get__ or func in _named(("detach",)):
+    if func == _DATA.__get__ or func in _named(("detach", "full_like")):  # torch's Adagrad makes states of this shape when it is built
         return _stand_in(param)
     if func == _DATA.__set__ and param is args[0]:
         _assign(param, args[1])

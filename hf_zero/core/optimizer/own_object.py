@@ -1,0 +1,157 @@
+"""Let a script go on to use the torch optimizer that it passed to the engine, and refuse others over the engine's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from types import MethodType
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from hf_zero.core.optimizer.clones import clone, options_of
+from hf_zero.core.units.unit import Unit, find_unit, trained_of
+from hf_zero.core.units.values import publish
+from hf_zero.errors import StateError
+
+
+class Outer(Protocol):
+    """Interface of the engine's optimizer."""
+
+    @property
+    def units(self) -> Sequence[Unit]:
+        """Return the trainable units."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take the engine's step."""
+
+
+class OwnObject:
+    """Methods of the script's torch optimizer while an engine updates with it.
+
+    Its groups hold flat parts of masters, which have gradients only in the engine's step. So its ``step`` would update nothing, and its
+    ``train`` and ``eval``, by which schedule-free optimizers exchange weights, would change the masters alone. A script that calls them
+    gets the engine's step, and weights that all ranks see.
+
+    Attributes:
+        change: Set by the engine's step: calls a function that writes to masters, and shows the new values; collective.
+        fetch: Gives the tensors in the groups their values before a method writes to them; collective.
+        send: Takes the values that a method has written, and calls its argument with each unit, in order; collective.
+
+    Args:
+        inner: The torch optimizer.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        _ForeignSteps.watch()
+        self.change: Callable[[Callable[[], object]], None] | None = None
+        self.fetch: Callable[[], None] = lambda: None
+        self.send: Callable[[Callable[[Unit], None]], None] | None = None
+        self._inner = inner
+        self._updates = False
+        self._own: dict[str, Callable[..., Any]] = {}
+        self._outer: ref[Any] | None = None
+
+    def connect(self, outer: Outer) -> None:
+        """Replace the methods; ``outer`` gets ``train`` and ``eval`` too if the optimizer has them."""
+        self._outer = ref(outer)
+        for name in ("step", "train", "eval"):
+            own = getattr(self._inner, name, None)
+            if own is not None and name not in self._own:
+                self._own[name] = own
+                vars(self._inner)[name] = MethodType(self._for_scripts(name, own), self._inner)
+                if name != "step":
+                    vars(outer)[name] = vars(self._inner)[name]
+
+    def disconnect(self) -> None:
+        """Give the optimizer its own methods again."""
+        outer = self._outer() if self._outer is not None else None
+        for name in self._own:
+            vars(self._inner).pop(name, None)
+            if outer is not None:
+                vars(outer).pop(name, None)
+        self._own = {}
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Let the methods be the optimizer's own inside: the engine calls them."""
+        self._updates = True
+        try:
+            yield
+        finally:
+            self._updates = False
+
+    def write(self, change: Callable[[], object], updated: Callable[[Unit], None]) -> None:
+        """Call ``change``, which writes to the tensors in the groups, and ``updated`` with each unit that is trained now; collective."""
+        with self.updating():
+            self.fetch()
+            change()
+        outer = self._outer() if self._outer is not None else None
+        if self.send is not None:
+            self.send(updated)
+        elif outer is not None:
+            units = trained_of(outer.units)
+            publish(units)
+            for unit in units:
+                updated(unit)
+
+    def _for_scripts(self, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        weak = ref(self)
+
+        @wraps(own)
+        def method(inner: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            itself = weak()
+            outer = itself._outer() if itself is not None and itself._outer is not None else None
+            if itself is None or outer is None or itself._updates:
+                return own(*args, **kwargs)
+            return outer.step(*args, **kwargs) if name == "step" else itself._set_mode(name)
+
+        return method
+
+    def _set_mode(self, name: str) -> None:
+        """Call ``train`` or ``eval`` if that changes an option of the groups; found by a call without tensors. Collective."""
+        groups = [{**options_of(group), "params": []} for group in self._inner.param_groups]
+        before = repr(groups)
+        getattr(type(self._inner), name)(clone(self._inner, groups))
+        if repr(groups) == before:
+            return
+        if self.change is None:
+            self._own[name]()
+        else:
+            self.change(self._own[name])
+
+
+class _ForeignSteps:
+    """Hook on the steps of all optimizers of this process that finds those over parameters of an engine, from the first engine on."""
+
+    _hooked = False
+
+    @classmethod
+    def watch(cls) -> None:
+        """Register the hook; further calls do nothing."""
+        if not cls._hooked:
+            cls._hooked = True
+            register_optimizer_step_pre_hook(cls._refuse)
+
+    @staticmethod
+    def _refuse(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        """Raise if ``optimizer`` was made over parameters whose gradients an engine has: it would find none, and update nothing.
+
+        Raises:
+            StateError: The first such parameter is named.
+        """
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                owner = find_unit(param)
+                if owner is None or not owner[0].trainable or owner[0].belongs_to is None:
+                    continue
+                training = owner[0].belongs_to()
+                if training is not None and training.trains:
+                    raise StateError(
+                        f"{type(optimizer).__name__}.step(): {owner[0].layout.slots[owner[1]].name} is trained by an engine, which has its "
+                        "gradients: this optimizer would not train it. Pass it to initialize(), or prepare it in one call with the model; "
+                        "rates and further param groups can be changed in engine.optimizer"
+                    )

@@ -1,0 +1,80 @@
+"""Clip gradients that wait for ``step`` when a script calls ``torch.nn.utils.clip_grad_norm_``, although they are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import ref
+
+import torch
+
+from hf_zero.core.optimizer.sharded import ShardedOptimizer
+from hf_zero.core.step.step import Stepper
+from hf_zero.core.units.unit import Unit, trained_of
+from hf_zero.errors import StateError, UnsupportedError
+
+_EPSILON = 1e-6  # torch adds the same constant
+
+
+def clip_waiting(engine_of: ref[Any], params: Sequence[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
+    """Scale the waiting gradients of ``params`` as ``torch.nn.utils.clip_grad_norm_`` does with ``param.grad``; collective.
+
+    [Note: a script's clipping] Where gradients are sharded, ``param.grad`` is None, torch finds nothing to clip and says nothing. So its
+    function is told to clip the reduced gradients instead. Every rank calls it, as every rank calls it under DistributedDataParallel. A
+    ``gradient_clipping`` of the configuration applies to the result, as at stage 0.
+
+    Args:
+        engine_of: Refers to the engine that trains the parameters.
+        params: Parameters, or the tensors that the engine's optimizer holds in their place.
+        max_norm: Largest norm.
+        norm_type: Order of the norm.
+
+    Returns:
+        The norm before clipping, 0-dim, without loss scale; None if no gradients wait.
+
+    Raises:
+        StateError: The gradients are those of an unfinished accumulation.
+        UnsupportedError: The norm is not the 2-norm, or the optimizer or parallelism has no norm of these parameters alone.
+    """
+    engine = engine_of()
+    if engine is None or engine.stepper is None or not engine.accumulation.in_window:
+        return None
+    if not engine.accumulation.awaits_update:
+        raise StateError(
+            "torch.nn.utils.clip_grad_norm_ was called in the middle of a gradient accumulation, whose gradients are sharded: call it only "
+            "after the backward that completes the optimizer step, or set gradient_clipping in the "
+            "configuration"
+        )
+    if norm_type != 2:
+        raise UnsupportedError(
+            f"torch.nn.utils.clip_grad_norm_(norm_type={norm_type:g}) of sharded gradients is not supported: the engine computes the "
+            "2-norm. Remove norm_type, or use stage 0"
+        )
+    return _clip(engine.stepper, {id(param) for param in params}, max_norm)
+
+
+def _clip(stepper: Stepper, given: set[int], max_norm: float) -> torch.Tensor:
+    """Scale the gradients of the tensors with the ids ``given``; return their norm before. Collective."""
+    total, shards, units = stepper.measure(), stepper.reduced(), trained_of(stepper.optimizer.units)
+    segments, norm, pieces = stepper.optimizer.updated_tensors(), total, list(shards)
+    if given.isdisjoint(segments):
+        chosen = [_positions(unit, given) for unit in units]
+        if any(len(found) < sum(bool(slot.numel) for slot in unit.layout.slots) for unit, found in zip(units, chosen, strict=True)):
+            parts = zip(units, shards, chosen, strict=True)
+            pieces = [unit.shard_part(index, shard) for unit, shard, found in parts for index in found]
+            norm = stepper.norm_of_pieces(pieces) / stepper.scaler.scale
+    elif not segments <= given or type(stepper.optimizer).updated_tensors is not ShardedOptimizer.updated_tensors:
+        raise UnsupportedError(
+            "torch.nn.utils.clip_grad_norm_ was given some of the tensors in optimizer.param_groups, which are flat parts of this rank's "
+            "shards: pass parameters of the model, or the tensors of all groups"
+        )
+    factor = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
+    for piece in pieces:
+        piece.mul_(factor.to(piece.device, piece.dtype))
+    return norm
+
+
+def _positions(unit: Unit, given: set[int]) -> list[int]:
+    """Return the positions in ``unit`` of the parameters with the ids ``given``, the same on all ranks."""
+    slots = enumerate(zip(unit.params, unit.layout.slots, strict=True))
+    return [index for index, (param, slot) in slots if slot.numel and param is not None and id(param) in given]

@@ -1,0 +1,96 @@
+"""`torch.nn.utils.clip_grad_norm_` between backward and step: all gradients, some, and those of the optimizer's own tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_  # as many scripts import it, before there is an engine
+
+import hf_zero
+from tests.support import ranks
+from tests.support.models import CASES, class_loss
+from tests.support.parity import SMALL_MODEL
+from tests.support.rows import slow_but
+
+STAGES = (0, 1, 2, 3)
+MLP = CASES["mlp"]
+Clip = Callable[[nn.Module, torch.optim.Optimizer, int], list[torch.Tensor]]
+
+
+def _all(model: nn.Module, _optimizer: Any, step: int) -> list[torch.Tensor]:
+    return [clip_grad_norm_(model.parameters(), 0.1 / (step + 1))]
+
+
+def _parts(model: nn.Module, _optimizer: Any, _step: int) -> list[torch.Tensor]:
+    first, *others = list(model.parameters())
+    return [clip_grad_norm_(first, 0.01), nn.utils.clip_grad_norm_(others[-2:], 0.02), clip_grad_norm_(others, 1e6)]
+
+
+def _groups(_model: nn.Module, optimizer: torch.optim.Optimizer, _step: int) -> list[torch.Tensor]:
+    return [clip_grad_norm_([param for group in optimizer.param_groups for param in group["params"]], 0.05)]
+
+
+def _train(stage: int, clip: Clip, accumulation: int, offload: bool) -> None:
+    models = [MLP.build().to(ranks.device()) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9) for model in models]
+    zero: dict[str, Any] = {"stage": stage, **SMALL_MODEL}
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": accumulation, "gradient_clipping": 0.0}
+    engine = hf_zero.initialize(model=models[1], optimizer=optimizers[1], config={**config, "zero_optimization": zero})[0]
+    for step in range(3):
+        for micro in range(accumulation):
+            for rank in range(ranks.world()):
+                (class_loss(models[0], MLP.rows(step, micro, rank)) / ranks.world() / accumulation).backward()
+            engine.backward(class_loss(engine, MLP.rows(step, micro, ranks.rank())))
+            if micro == accumulation - 1:
+                expected, found = (clip(model, optimizer, step) for model, optimizer in zip(models, optimizers, strict=True))
+                torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+            engine.step()
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+    with hf_zero.zero.GatheredParameters(list(models[1].parameters())):
+        label = f"stage {stage}, {clip.__name__}"
+        torch.testing.assert_close(
+            list(models[1].parameters()), list(models[0].parameters()), rtol=1e-5, atol=2e-6, msg=lambda text: f"{label}: {text}"
+        )
+    assert float(clip_grad_norm_(models[1].parameters(), 1.0)) == 0.0, "no gradients wait"
+    engine.destroy()
+
+
+def _clipped(stage: int) -> None:
+    from hf_zero.errors import StateError, UnsupportedError
+
+    for clip in (_all, _parts, _groups):
+        _train(stage, clip, 1, False)
+    _train(stage, _all, 2, stage > 0)
+    if stage == 0:  # param.grad is there, and torch does it all
+        return
+    model = MLP.build()
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": stage, **SMALL_MODEL}}
+    engine, optimizer = hf_zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)[:2]
+    engine.backward(class_loss(engine, MLP.rows(0, 0, ranks.rank())))
+    with pytest.raises(StateError, match="in the middle of a gradient accumulation"):
+        clip_grad_norm_(model.parameters(), 1.0)
+    engine.step()
+    engine.backward(class_loss(engine, MLP.rows(0, 1, ranks.rank())))
+    with pytest.raises(UnsupportedError, match=r"norm_type=inf"):
+        clip_grad_norm_(model.parameters(), 1.0, norm_type=float("inf"))
+    with pytest.raises(UnsupportedError, match="some of the tensors in optimizer.param_groups"):
+        clip_grad_norm_(optimizer.param_groups[0]["params"][:1], 1.0)
+    other = nn.Parameter(torch.ones(2, device=ranks.device()))
+    other.grad = torch.ones_like(other)
+    with pytest.raises(UnsupportedError, match="together with others"):
+        clip_grad_norm_([*model.parameters(), other], 1.0)
+    assert float(clip_grad_norm_(other, 0.5)) == pytest.approx(2**0.5)
+    engine.step()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", slow_but(STAGES, 1, 3))
+def test_torchs_clipping_of_sharded_gradients(stage: int) -> None:
+    ranks.run_ranks(_clipped, 2, stage)
