@@ -131,14 +131,14 @@ def _begun(engine: Engine) -> _Loop:
     return _loops.setdefault(engine.optimizer, _Loop())
 
 
-def _wait(loop: _Loop, engine: Engine) -> None:
-    """Count a backward whose update waits for ``optimizer.step()``.
+def _wait(loop: _Loop, engine: Engine, steps: bool = False) -> None:
+    """Count a backward whose update waits for ``optimizer.step()``; ``steps``: the script is known to call this method.
 
     Raises:
         StateError: Many updates wait, and the loop never calls ``optimizer.step()``.
     """
     loop.waiting += 1
-    if not loop.steps and loop.waiting > _MOST * engine.accumulation.steps and not engine.accumulation.in_no_sync:
+    if not (steps or loop.steps) and loop.waiting > _MOST * engine.accumulation.steps and not engine.accumulation.in_no_sync:
         raise StateError(
             f"accelerator.backward() was called {loop.waiting} times and optimizer.step() never, outside of accelerator.accumulate(), and "
             f"gradient_accumulation_steps is {engine.accumulation.steps}: no update was made. Call optimizer.step() where the weights are "
@@ -155,8 +155,8 @@ def _announce(loop: _Loop, engine: Engine, counts: bool) -> None:
     loop.begun = True
 
     def make(*_: Any) -> None:
-        loop.know()
-        if loop.waiting:
+        if loop.waiting:  # otherwise zero_grad() has dropped it
+            loop.know()
             loop.waiting, loop.updates = 0, loop.updates + 1
             engine.step()
 
@@ -178,7 +178,7 @@ def backward_of_several(method: Callable[..., None], accelerator: Any, loss: Any
         first.engine = engines[0]  # the model was prepared again, with another optimizer
     for engine in engines:
         _follow_accumulation(engine, accelerator.gradient_accumulation_steps)
-    if len(engines) < 2 or any(engine.optimizer.needs_scaler() for engine in engines):
+    if len(engines) < 2:
         return method(accelerator, loss, **kwargs)
     loops, completes = [_begun(engine) for engine in engines], accelerator.sync_gradients
     for engine, loop in zip(engines, loops, strict=True):
@@ -186,10 +186,13 @@ def backward_of_several(method: Callable[..., None], accelerator: Any, loss: Any
         engine.set_gradient_accumulation_boundary(completes)
     for name in ("learning_rate", "scale_wrt_gas"):
         kwargs.pop(name, None)
-    loss.backward(**kwargs)
+    if any(engine.optimizer.needs_scaler() for engine in engines):
+        engines[0].backward(loss, **kwargs)  # multiplies the loss by its scale, which the others exchange for theirs
+    else:
+        loss.backward(**kwargs)
     for engine, loop in zip(engines, loops, strict=True):
-        if engine.accumulation.awaits_update:
-            _wait(loop, engine)
+        if engine.accumulation.awaits_update:  # a critic may step several times before its generator steps for the first time
+            _wait(loop, engine, any(other.steps for other in loops))
     return None
 
 

@@ -98,6 +98,21 @@ class OwnObject:
             for unit in units:
                 updated(unit)
 
+    def require_own_state(self) -> None:
+        """Raise if ``state`` has entries of the model's parameters, in whose place the groups hold flat parts of masters.
+
+        Raises:
+            StateError: There is such an entry; the message names the parameter.
+        """
+        for key in self._inner.state:
+            owner = find_unit(key) if isinstance(key, torch.Tensor) else None
+            if owner is not None:
+                raise StateError(
+                    f"optimizer.state was used with {owner[0].layout.slots[owner[1]].name}, but the engine keeps the states of flat parts "
+                    "of its parameters there, so this entry has no effect. Use hf_zero.utils.safe_get_full_optimizer_state and "
+                    "safe_set_full_optimizer_state, the tensors in optimizer.param_groups, or optimizer.state.clear() to begin anew"
+                )
+
     def _for_scripts(self, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
         weak = ref(self)
 

@@ -165,8 +165,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Call the script's pre-step hooks, once the update is certain: all gradients are there and finite.
 
         Raises:
+            StateError: The script has used ``state`` with parameters of the model.
             RuntimeError: A hook returns other arguments for ``step``, which takes none here.
         """
+        self.own.require_own_state()
         for hook in (*self._optimizer_step_pre_hooks.values(),):
             if hook(self, (self,), {}) not in (None, ((self,), {})):
                 raise RuntimeError(f"a step pre-hook returned other arguments for step(): return None, {hook!r} did not")
