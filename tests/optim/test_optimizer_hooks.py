@@ -144,6 +144,7 @@ def _own_object(stage: int, dtype: str, whole: bool) -> None:
     masters = [param.detach().float().clone() for param in models[0].parameters()]
     plain = _ScheduleFree(masters, whole=whole)
     mine = _ScheduleFree(models[1].parameters(), whole=whole)
+    mine.state[next(models[1].parameters())]  # as schedule-free optimizers look in train(), before there is an engine
     config = Run(stage, dtype).config()
     del config["optimizer"]
     engine = hf_zero.initialize(model=models[1], optimizer=mine, config={**config, "zero_allow_untested_optimizer": True})[0]

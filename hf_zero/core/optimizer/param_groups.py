@@ -40,5 +40,9 @@ def group_of_params(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> 
 
 
 def _is_fresh(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the optimizer was never stepped. Adagrad fills its state at construction, with step 0."""
+    """Return whether the optimizer was never stepped. Adagrad fills its state at construction, with step 0; entries without content, which
+    a look at ``state`` has left (``train()`` of schedule-free optimizers), are removed.
+    """
+    for param in [param for param, state in optimizer.state.items() if not state]:
+        del optimizer.state[param]
     return all("step" in state and float(state["step"]) == 0 for state in optimizer.state.values())
