@@ -122,13 +122,6 @@ class BackwardPhase:
 
         return collect
 
-    def _collect_left(self) -> None:
-        """Collect the gradients that hooks of the script were to see first, see [Note: hooks of a script]."""
-        left, self._left = self._left, []
-        for entry, index in left:
-            if self.reducer is not None:
-                self.reducer.collect(entry, index)
-
     def detach(self) -> None:
         """Remove the hooks of parameters."""
         for handle in self._handles.values():
@@ -302,31 +295,14 @@ class BackwardPhase:
         holds = self._differentiable and not self._collects
         self._finish()
         if not holds:
-            self.release()
+            release_held(self)
         elif not self._held:
-            self._hold()
-
-    def _hold(self) -> None:
-        """Unshard all blocks and keep them unsharded; collective.
-
-        [Note: derivatives of derivatives] A backward with ``create_graph`` (a gradient penalty, a product with the Hessian) builds a graph
-        that no hook watches, and whose backward reads parameters of any block. So all blocks stay unsharded from the end of this backward
-        to the end of the next one without ``create_graph``, or to the next update. The memory of the buffers that the graph has saved is
-        filled again with the same values.
-        """
-        units = [unit for block in self._blocks for unit in block.units if unit.reshards] if self.schedule is not None else []
-        self._held = [(unit, unit.pin()) for unit in units]
-
-    def release(self) -> None:
-        """Let units that are held for the derivative of a derivative be resharded; local."""
-        while self._held:
-            unit, was_whole = self._held.pop()
-            unit.unpin(reshard=not was_whole)
+            _hold(self)
 
     def _join(self, error: str) -> str:
         """Issue the unshards and reductions of this backward that remain on any rank; collective. Return the errors of other ranks."""
         with span("end_backward"), outside_transforms():
-            self._collect_left()
+            _collect_left(self)
             SharedBackward.close_all()
             if self.schedule is not None:
                 self.schedule.end_backward()
@@ -358,7 +334,7 @@ class BackwardPhase:
         """Discard a forward or backward that failed with an error; local."""
         if self.schedule is not None:
             self.schedule.reshard_all()
-        self.release()
+        release_held(self)
         if self.reducer is not None and self._collects:
             self.reducer.clear()
             notify = self.on_broken_off() if self.on_broken_off is not None else None
@@ -374,6 +350,33 @@ class BackwardPhase:
         self.outputs.clear()
         for block in self._blocks:
             block.reset()
+
+
+def _collect_left(phase: BackwardPhase) -> None:
+    """Collect the gradients that hooks of the script were to see first, see [Note: hooks of a script]."""
+    left, phase._left = phase._left, []
+    for entry, index in left:
+        if phase.reducer is not None:
+            phase.reducer.collect(entry, index)
+
+
+def _hold(phase: BackwardPhase) -> None:
+    """Unshard all blocks and keep them unsharded; collective.
+
+    [Note: derivatives of derivatives] A backward with ``create_graph`` (a gradient penalty, a product with the Hessian) builds a graph
+    that no hook watches, and whose backward reads parameters of any block. So all blocks stay unsharded from the end of this backward
+    to the end of the next one without ``create_graph``, or to the next update. The memory of the buffers that the graph has saved is
+    filled again with the same values.
+    """
+    units = [unit for block in phase._blocks for unit in block.units if unit.reshards] if phase.schedule is not None else []
+    phase._held = [(unit, unit.pin()) for unit in units]
+
+
+def release_held(phase: BackwardPhase) -> None:
+    """Let units that are held for the derivative of a derivative be resharded; local."""
+    while phase._held:
+        unit, was_whole = phase._held.pop()
+        unit.unpin(reshard=not was_whole)
 
 
 def _hook_of_parts(weak: ref[BackwardPhase]) -> Callable[[torch.Tensor], None]:

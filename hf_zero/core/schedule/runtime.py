@@ -10,7 +10,7 @@ from weakref import WeakMethod, WeakSet, ref
 import torch
 from torch import nn
 
-from hf_zero.core.schedule.backward_phase import BackwardPhase
+from hf_zero.core.schedule.backward_phase import BackwardPhase, release_held
 from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.forward_hooks import RAISED, ForwardHooks
 from hf_zero.core.schedule.outside_reads import OutsideReads
@@ -238,7 +238,7 @@ class Runtime:
 
     def reshard_for_update(self) -> None:
         """Reshard before an update, because unsharded values become stale; local."""
-        self.backward.release()
+        release_held(self.backward)
         if self.schedule is not None:
             self.schedule.begin_update()
 
