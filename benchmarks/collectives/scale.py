@@ -36,7 +36,7 @@ PEER_OF = {
 }
 CONTENDERS = tuple(PEER_OF)
 Cases = dict[str, dict[str, Any]]  # contender, world, blocks and kind of measurement -> numbers
-TEXT = """`benchmarks/collectives/scale.py`: rank 0 of a pretended world, bf16, blocks of a transformer's 12 parameters of width {width},
+TEXT = """Rank 0 of a pretended world, bf16, blocks of a transformer's 12 parameters of width {width},
 one micro-step, every block gathered in forward and in backward. Milliseconds of processor time of a step, the least of {steps}, **without
 the time of torch's `fake` back end**, for worlds of {worlds}; **back end**: what was subtracted in the largest. **kept**: bytes that
 Python holds in the largest world beyond the smallest; **ours**: those allocated by hf_zero. **messages**: collectives of a step.

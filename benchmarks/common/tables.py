@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import resource
 import time
 from collections.abc import Sequence
@@ -97,7 +98,8 @@ _QUIET = 0.1  # fraction of the CPUs
 def markdown(result: dict[str, Any], usual: str = "") -> str:
     """Return one result file as a section of a page; ``usual`` describes the machine that is not named again."""
     where = result["machine"]
-    lines = [f"## {result['title']}", "", result["text"], "", f"```bash\n{result['command']}\n```", ""]
+    command = re.sub(r" --(?:json|plot) (?:benchmarks/results|docs)/\S+| --save\b", "", result["command"])  # to print the table is enough
+    lines = [f"## {result['title']}", "", result["text"], "", f"```bash\n{command}\n```", ""]
     lines += ["| " + " | ".join(result["columns"]) + " |", "|---" + "|---:" * (len(result["columns"]) - 1) + "|"]
     lines += ["| " + " | ".join(row) + " |" for row in result["rows"]]
     beside = where.get("others", 0.0)

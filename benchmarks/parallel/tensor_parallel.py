@@ -224,7 +224,7 @@ def accounts() -> ResultTable:
         "4 L + 2 sums of a at 2 (t-1)/t each, and the gather of the logits. **Data axis**: 8 n (d-1)/d at stage 0, which sums in fp32; "
         "4 n (d-1)/d at 1, 2 and 3, whose blocks stay gathered from forward to backward where there is room. **State**: 14 n, "
         "2 n + 12 n / d, 14 n / d. **Peak** of all tensors within a step against the state and all gradients at once (stage 3: and all "
-        "gathered parameters), without activations. Less: buffers were freed earlier. More: messages of reductions in flight."
+        "gathered parameters), without activations."
     )
     columns = ["ranks, TP, stage", "model axis", "data axis", "state", "peak"]
     command = "python -m benchmarks.parallel.tensor_parallel --accounts"
