@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
 PICTURE = ROOT / "docs" / "step-time.png"
+ELSEWHERE = {"longest.json"}  # their own program writes them into another page
 
 INTRODUCTION = """# Benchmarks
 
@@ -38,11 +39,8 @@ relative to the baseline's in the same round; below 1 is faster. **Loss**: of th
 rank's process.
 
 ```bash
-make bench                                                                     # GPT-2, 24 M parameters, 2 ranks
-make bench BENCH_ARGS="--shape llama"
-make bench BENCH_ARGS="--one-rank"                                             # overhead against the bare PyTorch loop
-make bench BENCH_ARGS="--peer-python /path/to/venv/bin/python"                 # adds DeepSpeed 1-3 from that venv
-make bench BENCH_ARGS="--json benchmarks/results/gpt2.json --plot gpt2.png"    # keep the numbers, draw them (matplotlib)
+make bench                                                        # GPT-2; BENCH_ARGS="--shape llama" or "--one-rank" for the others
+make bench BENCH_ARGS="--peer-python /path/to/venv/bin/python"    # adds DeepSpeed 1-3 from that venv
 ```
 
 A venv for the peer: `pip install torch transformers setuptools ninja py-cpuinfo`, then
@@ -128,7 +126,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def main() -> int:
-    results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+    results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json")) if path.name not in ELSEWHERE]
     if not results:
         print(f"no results in {RESULTS}: run benchmarks/steps/step_time.py --json {RESULTS}/gpt2.json first", file=sys.stderr)
         return 1

@@ -103,7 +103,7 @@ def markdown(result: dict[str, Any], usual: str = "") -> str:
     lines += ["| " + " | ".join(result["columns"]) + " |", "|---" + "|---:" * (len(result["columns"]) - 1) + "|"]
     lines += ["| " + " | ".join(row) + " |" for row in result["rows"]]
     beside = where.get("others", 0.0)
-    busy = f" Other programs had {100 * beside:.0f} % of the CPUs: seconds are larger for it." if beside > _QUIET else ""
+    busy = f" Other programs took {100 * beside:.0f} % of the CPUs." if beside > _QUIET else ""
     took = f", in {where['minutes']:g} minutes" if "minutes" in where else ""
     device = described(where)
     lines += ["", f"{'' if device == usual else device + ', '}{where['when']}{took}.{busy}"]
