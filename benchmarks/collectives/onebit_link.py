@@ -304,8 +304,7 @@ def main() -> int:
     text = (
         "GPT-2 (24 M parameters, fp32, batch 2 x 128 tokens a rank) with every rank in a network namespace behind a link of the given "
         "speed (`tc tbf` both ways). A step is as long as the slowest rank's median; bytes are counted by the interface of a rank, "
-        "headers included. All ranks share the CPUs of one machine. PowerSGD (rank 1) has one bucket, because several get into each "
-        f"other's way on gloo. Of one thread, {speeds}."
+        f"headers included. PowerSGD (rank 1) has one bucket. Of one thread, {speeds}."
     )
     command = (
         "python -m benchmarks.collectives.onebit_link --json benchmarks/results/onebit_link.json --plot docs/onebit-link.png   # as root"

@@ -169,10 +169,9 @@ def with_peers(arguments: argparse.Namespace) -> ResultTable:
         rows.append([one.title, times[0], beside[0], times[1], beside[1], sent, loss])
     text = MODEL.format(**size, world=2) + (
         f"By hand: two modules written for Llama, torch's `PipelineStage` and schedule, fused AdamW. Medians of {arguments.rounds} "
-        f"interleaved rounds of {arguments.steps} steps; ratios are to hf_zero with the same schedule in the same round (lowest to "
-        "highest), above 1 is slower than hf_zero. *On the CPU*: seconds of both ranks together, without their waiting. Sent: what the "
-        "busier rank writes to its connections in a step. transformers' `pp_size` has no backward: both forwards give logits on all "
-        "ranks."
+        f"interleaved rounds of {arguments.steps} steps; ratios are to hf_zero with the same schedule (lowest to highest), above 1 is "
+        "slower. *On the CPU*: seconds of both ranks together, without their waiting. Sent: by the busier rank in a step. transformers' "
+        "`pp_size` has no backward."
     )
     command = "python -m benchmarks.parallel.pipelines peers" + _changed(size) + (" --peer-python PYTHON" if arguments.peer_python else "")
     columns = ["", "s", "ratio to hf_zero", "s on the CPU", "ratio to hf_zero", "MiB sent", "loss"]

@@ -204,9 +204,8 @@ def times(arguments: argparse.Namespace, size: dict[str, int]) -> ResultTable:
         measure(group, arguments, size)
     text = (
         f"{shape_text(size)} per copy of the model, fp32, `AdamW(fused=True)`, gloo, one thread per rank; {arguments.rounds} interleaved "
-        f"rounds of {arguments.steps} steps. **Ratio**: median (and range) over the rounds of hf_zero's time to that contender's in the "
-        "same round; below 1 hf_zero is faster. DTensor's plan is written by hand and splits what hf_zero's plan splits. "
-        "`parallelize_module` has no plan for GPT-2's `Conv1D`."
+        f"rounds of {arguments.steps} steps. **Ratio**: median (and range) of hf_zero's time to that contender's; below 1 hf_zero is "
+        "faster. DTensor's plan is written by hand and splits the same layers. `parallelize_module` has no plan for GPT-2's `Conv1D`."
     )
     command = f"python -m benchmarks.parallel.tensor_parallel --ranks {arguments.ranks}" + (
         " --peer-python /path/to/venv/bin/python" if arguments.peer_python else ""
