@@ -13,7 +13,7 @@ from hf_zero.observe import current_phase, log_rank0
 from hf_zero.system.sizes import size_text
 
 if TYPE_CHECKING:
-    from hf_zero.config.schema.tools import CommsLogger
+    from hf_zero.config.schema.monitoring import CommsLogger
 
 # Every recorded operation, with its other names, and the share of its bytes that crosses a rank's link in the best algorithm, as a factor
 # of (n - 1) / n. Bandwidth is counted as in nccl-tests (doc/PERFORMANCE.md), to which DeepSpeed's own page refers.

@@ -11,7 +11,7 @@ from weakref import ref
 
 import torch
 
-from hf_zero.core.optimizer.param_groups import learning_rates
+from hf_zero.core.optimizer.segments import learning_rates
 from hf_zero.core.schedule.torch_internals import compiled_call
 from hf_zero.deepspeed import held_weights
 from hf_zero.deepspeed.configured import ConfiguredEngine
@@ -62,7 +62,7 @@ def _zero(key: str) -> Getter:
 
 def _profiler(key: str) -> Getter:
     def get(engine: ConfiguredEngine) -> Any:
-        from hf_zero.config.schema.tools import FlopsProfiler  # imports pydantic, which an isinstance check does not need
+        from hf_zero.config.schema.monitoring import FlopsProfiler  # imports pydantic, which an isinstance check does not need
 
         return getattr(engine.settings.flops_profiler or FlopsProfiler(), key)
 

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hf_zero.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hf_zero.plan.cluster import Cluster, Hardware
-    from hf_zero.plan.model_wish import ModelWish
+    from hf_zero.plan.inputs import Cluster, Hardware, ModelWish
     from hf_zero.plan.planner import Planner
     from hf_zero.plan.rates import Rates
     from hf_zero.plan.search import Answer, Fitting
@@ -217,7 +216,7 @@ class _Bar:
 
 
 def _given_rates(options: argparse.Namespace) -> dict[str, float]:
-    from hf_zero.plan.quantities import bytes_per_second_of
+    from hf_zero.plan.inputs import bytes_per_second_of
 
     given = {}
     for text in options.rate:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hf_zero.comm.bootstrap import pretend_distributed
 from hf_zero.errors import StateError, UnsupportedError
-from hf_zero.plan.cluster import Cluster
+from hf_zero.plan.inputs import Cluster
 from hf_zero.system.planning import DEVICE, Told, only_planning
 
 

@@ -32,7 +32,7 @@ from hf_zero.pipeline.apply import Pipeline, pipeline_of
 from hf_zero.pipeline.forward import pipelined
 from hf_zero.plan.attention import device_attention, masks_by_values
 from hf_zero.plan.choices import Choices
-from hf_zero.plan.cluster import Cluster, Load
+from hf_zero.plan.inputs import Cluster, Load
 from hf_zero.plan.models import PlannedModel, give_memory, loss_of
 from hf_zero.plan.pretended import pretended_world
 from hf_zero.plan.recorder import NOWHERE, Change, StorageRecorder, Work

@@ -19,7 +19,7 @@ from hf_zero.core.engine import Engine, on_destroy
 from hf_zero.core.step.agreement import facts_of
 from hf_zero.core.step.written import WrittenValues
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
-from hf_zero.native.crc32 import crc32_chunks
+from hf_zero.native.ranges import crc32_chunks
 from hf_zero.observe import log_rank0
 from hf_zero.replica_groups.quorum import Formed, Quorum, group_number
 from hf_zero.replica_groups.sampler import serve_numbers

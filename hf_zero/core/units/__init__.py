@@ -10,7 +10,7 @@ library uses for them. Each weight's scales, a plain tensor of another type, are
 (``ParamSlot.shown_as``), so unsharding the weight also unshards its scales. A 4-bit layer of bitsandbytes reads its weight's statistics
 from the parameter object, which is never replaced; an 8-bit layer keeps a reference to the bytes of its first forward (``state.CB``), and
 this reference is updated whenever the weight moves. Checkpoints leave packed weights out. torchao's weights are parameters of a wrapper
-class around plain tensors: the plain tensors are in the unit (``assembly/wrapped_weights.py``, [Note: inner tensors]). At stage 3 a packed
+class around plain tensors: the plain tensors are in the unit (``assembly/packed_weights.py``, [Note: inner tensors]). At stage 3 a packed
 weight is a unit of its own as soon as ``from_pretrained`` has quantized it (``integrations/packed_loads.py``, [Note: packed as loaded]);
 ``initialize`` moves these weights into the units of blocks.
 
@@ -40,7 +40,7 @@ is notified when a parameter is registered and when its unit's state changes.
 ``zero.Init`` makes each parameter a unit of its own as soon as its module is assigned to its parent. torch's registration hooks report the
 assignment; nothing is patched. A sharded layer's own ``apply`` unshards it, for ``self.apply(init_weights)`` in constructors, and
 parameters that a constructor reads or writes after it has assigned their layer are unsharded for this access
-(``core/constructor_access.py``). While a model is built, its parameters keep the type and device that constructors gave them, every rank
+(``core/model_init.py``). While a model is built, its parameters keep the type and device that constructors gave them, every rank
 draws every random number, and the cast is done at the end ([Note: as it was built]), so that the weights equal those of an ordinary build
 ([Note: same seed, same model]). ``initialize`` moves parameters from their present units to block units, one block at a time, so no rank
 ever has the complete model. The same code moves a module from another engine. During loading, the C library returns large blocks to the
