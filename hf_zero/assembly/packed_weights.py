@@ -19,7 +19,7 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.core.model_init import ModelInit
 from hf_zero.core.units.grouping import NamedParam
 from hf_zero.core.units.layout import FROZEN
-from hf_zero.core.units.packed import inner_tensors, is_packed, is_wrapped, mark_inner, mark_packed
+from hf_zero.core.units.marks import inner_tensors, is_packed, is_wrapped, mark_inner, mark_packed
 from hf_zero.core.units.unit import find_unit, full_shape
 from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.observe import log_rank0

@@ -42,7 +42,7 @@ from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.schedule.schedule import UnshardSchedule
 from hf_zero.core.stages import stage_policy
 from hf_zero.core.step.accumulation import Accumulation
-from hf_zero.core.step.loss_scale import LossScaler
+from hf_zero.core.step.precision import LossScaler
 from hf_zero.core.step.progress import Progress
 from hf_zero.core.step.step import StepKind, Stepper
 from hf_zero.core.step.trained_set import TrainedSet, TrainedUnits

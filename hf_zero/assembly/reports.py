@@ -23,7 +23,7 @@ from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.progress import Clock, Progress, Reports
 from hf_zero.core.units.unit import Unit
 from hf_zero.expert_parallel.apply import shares_of
-from hf_zero.expert_parallel.load import ExpertLoad
+from hf_zero.expert_parallel.dispatch import ExpertLoad
 from hf_zero.metrics import build_sinks
 from hf_zero.observe import global_rank, log_rank0, logger, warn_once
 from hf_zero.offload.policy import describe_offload

@@ -16,12 +16,12 @@ from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.own_groups import own_topology
 from hf_zero.comm.topology import axis_over, build_topology
+from hf_zero.config.auto import hidden_size_of
 from hf_zero.config.keys import all_keys, default_of, extra_of, nested_of
 from hf_zero.config.read import read_config
 from hf_zero.config.resolve import analyse
 from hf_zero.config.schema.fields import Section
 from hf_zero.config.schema.root import ZeroConfig
-from hf_zero.config.sources import hidden_size_of
 from hf_zero.core.step.agreement import differing, fact, ranks_by_facts
 from hf_zero.errors import HfZeroError, StateError
 from hf_zero.system.secrets import hidden_under, without_credentials

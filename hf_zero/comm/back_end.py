@@ -11,12 +11,11 @@ import torch.distributed as dist
 
 from hf_zero import observe
 from hf_zero.comm.collectives import Collectives, Pending, copy_unless_same
-from hf_zero.comm.comms_log import Call, CommsLog, current_log
+from hf_zero.comm.comms_log import Call, CommsLog, DeviceWatch, HostWatch, Watch, current_log
 from hf_zero.comm.direct_exchange import AllToAllCollectives, Forwarded, GlooCollectives
 from hf_zero.comm.process_groups import MOST_CONNECTED, all_gather_single, is_pretended, serving_backend
 from hf_zero.comm.roll_call import sign_in
 from hf_zero.comm.topology import Topology
-from hf_zero.comm.watch import DeviceWatch, HostWatch, Watch
 from hf_zero.system.planning import planned_value
 
 # torch 2.13 renamed this function; both names are the same.

@@ -15,8 +15,7 @@ from hf_zero.core.optimizer.segments import learning_rates
 from hf_zero.core.schedule.torch_internals import compiled_call
 from hf_zero.deepspeed import held_weights
 from hf_zero.deepspeed.configured import ConfiguredEngine
-from hf_zero.deepspeed.moe.layer import MoE
-from hf_zero.deepspeed.moe.params import has_moe_layers
+from hf_zero.deepspeed.moe.layer import MoE, has_moe_layers
 from hf_zero.deepspeed.timers import SynchronizedWallClockTimer, ThroughputTimer
 from hf_zero.metrics import EventWriter
 

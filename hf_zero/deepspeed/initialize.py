@@ -21,10 +21,10 @@ from hf_zero.assembly.policies import compile_options, precision_policy
 from hf_zero.assembly.reports import announce, describe
 from hf_zero.assembly.same_settings import require_same_settings
 from hf_zero.comm.bootstrap import init_distributed
+from hf_zero.config.auto import hidden_size_of
 from hf_zero.config.mesh import EXPERT, Claim, requested_experts
 from hf_zero.config.read import read_config
 from hf_zero.config.resolve import resolve
-from hf_zero.config.sources import hidden_size_of
 from hf_zero.core.engine import on_build
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.deepspeed.alias.finder import answers_deepspeed

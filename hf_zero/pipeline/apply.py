@@ -1,11 +1,14 @@
-"""Divide the layers of a model over the stages of a pipeline, in place, and refuse features that cannot be combined with a pipeline."""
+"""Divide the layers of a model over the stages of a pipeline, in place, and refuse features that cannot be combined with a pipeline.
+
+A model may define its own stages (a PipelineModule); each rank has then built only its own layers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -17,7 +20,7 @@ from hf_zero.config.schema.parallel import Pipeline as Settings
 from hf_zero.config.schema.root import ZeroConfig
 from hf_zero.core.units.guards import guard_state_dict
 from hf_zero.core.units.layout import Range
-from hf_zero.core.units.tp_shard import TpShard, mark_on_all_stages, mark_tp_shard, tp_shard_of
+from hf_zero.core.units.marks import TpShard, is_elsewhere, mark_on_all_stages, mark_tp_shard, tp_shard_of, whole_shape
 from hf_zero.core.units.unit import find_unit
 from hf_zero.errors import ConfigError, HfZeroError, StateError, UnsupportedError
 from hf_zero.observe import log_rank0
@@ -26,8 +29,7 @@ from hf_zero.pipeline.held import Held, is_held, let_go
 from hf_zero.pipeline.own_stages import OwnStages
 from hf_zero.pipeline.partition import make_plan, replan
 from hf_zero.pipeline.plan import PipelinePlan, Placement
-from hf_zero.pipeline.schedules import FOLDED, check_schedule
-from hf_zero.pipeline.self_divided import DividesItself, equal_where_shared, schedule_of
+from hf_zero.pipeline.schedules import FOLDED, SINGLE, check_schedule
 from hf_zero.pipeline.templates import Templates
 from hf_zero.system.planning import looking_aside, with_values
 from hf_zero.tensor_parallel.same_data import SameData, equal_random_state
@@ -294,4 +296,44 @@ def summary(plan: PipelinePlan, model: nn.Module) -> str:
     return f"pipeline of {plan.stages} stages for {type(model).__name__}: {told}{shared}"
 
 
-__all__ = ["Pipeline", "divide_layers", "pipeline_of", "pipelined", "plan_pipeline", "put_forward"]
+@runtime_checkable
+class DividesItself(Protocol):
+    """A model that knows its stages, one on each rank, and runs them itself."""
+
+    def pipeline_plan(self) -> PipelinePlan:
+        """Return the plan that assigns calls and parameters to stages."""
+
+
+def schedule_of(settings: Settings) -> str:
+    """Return the schedule that the configuration's ``pipeline`` names.
+
+    Raises:
+        ConfigError: The schedule, or ``stages_per_rank``, needs several stages on each rank.
+    """
+    name, each = settings.schedule, settings.stages_per_rank
+    if name not in SINGLE or each != 1:
+        raise ConfigError(
+            f"pipeline.schedule {name} with pipeline.stages_per_rank {each}: a PipelineModule has one stage on each rank; "
+            f"{' and '.join(SINGLE)} with 1 are allowed"
+        )
+    return name
+
+
+def equal_where_shared(model: nn.Module, held_by: Mapping[str, tuple[int, ...]], pipe: Collectives) -> None:
+    """Give parameters that several ranks of a pipeline hold the values of the first of these ranks; collective over the pipeline.
+
+    Args:
+        model: A model whose parameters are whole on the ranks that hold them.
+        held_by: Name of each parameter -> the ranks that hold it, ascending.
+        pipe: The ranks of the pipeline.
+    """
+    for name, param in model.named_parameters():
+        holders = held_by[name]
+        if len(holders) == 1:
+            continue
+        whole = (whole_shape(param) if is_elsewhere(param) else None) or param.shape
+        values = param.data if pipe.rank in holders else torch.empty(whole, dtype=param.dtype)
+        values = values.to(pipe.topology.device).contiguous()
+        pipe.broadcast(values, holders[0], name)
+        if pipe.rank in holders:
+            param.data.copy_(values)

@@ -12,9 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from hf_zero.plan.candidates import Candidate, Family, Layout, Tier
-from hf_zero.plan.costs import Costs, Part
+from hf_zero.plan.costs import Costs, Part, Rates
 from hf_zero.plan.planner import Planner
-from hf_zero.plan.rates import Rates
 
 _MARGIN = 1.02  # times the memory: below it, a candidate is planned to be sure
 _OTHER_STAGE = 0.98  # of the time of another stage, which may have fewer or smaller collectives

@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from hf_zero.assembly.kept_types import named_for_fp32
+from hf_zero.config.auto import read_model_config
 from hf_zero.config.problems import nearest
-from hf_zero.config.sources import read_model_config
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.integrations.plan_table import class_of
 from hf_zero.plan.inputs import ModelWish

@@ -30,9 +30,8 @@ from dataclasses import dataclass, field, replace
 from hf_zero.errors import ConfigError, HfZeroError
 from hf_zero.plan.bounds import MemoryBounds, TimeBounds
 from hf_zero.plan.candidates import STAGES, Candidate, Family, Layout, Tier, families_of
-from hf_zero.plan.costs import Costs
+from hf_zero.plan.costs import Costs, Rates
 from hf_zero.plan.planner import Planner
-from hf_zero.plan.rates import Rates
 
 SHOWN = 5  # number of best candidates in the answer
 _REFUSED = "refused"

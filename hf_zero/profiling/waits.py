@@ -18,7 +18,7 @@ import torch
 
 from hf_zero import observe
 from hf_zero.comm.collectives import Collectives
-from hf_zero.comm.watch import DeviceWatch, HostWatch, Watch
+from hf_zero.comm.comms_log import DeviceWatch, HostWatch, Watch
 from hf_zero.observe import log_rank0
 
 # Waits that other ranks cause, and waits that only this rank's host, disk and data loader cause.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.core.units.tp_shard import whole_shape
+from hf_zero.core.units.marks import whole_shape
 from hf_zero.deepspeed.pipe.building import Layer, LayerSpec, TiedLayerSpec, build_layers, name_of, require_layers, without_values
 from hf_zero.deepspeed.pipe.module import stage_borders
 from hf_zero.deepspeed.served.helpers import set_random_seed

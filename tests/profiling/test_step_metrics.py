@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hf_zero
-from hf_zero.comm.watch import HostWatch
+from hf_zero.comm.comms_log import HostWatch
 from hf_zero.metrics import Sink
 from hf_zero.profiling import step_metrics
 from hf_zero.profiling.costs import ModelOperations, OperationCounter

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import hf_zero
-from hf_zero.core.units.tp_shard import tp_shard_of
+from hf_zero.core.units.marks import tp_shard_of
 from hf_zero.tensor_parallel.split import tp_model_init
 from tests.support import parity, ranks, trainers
 from tests.support.memory import peak_growth

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.core.units.tp_shard import tp_shard_of
+from hf_zero.core.units.marks import tp_shard_of
 from hf_zero.deepspeed import initialize as facade
 from hf_zero.errors import ConfigError
 from hf_zero.tensor_parallel.overrides import overrides_of

@@ -23,7 +23,7 @@ from hf_zero.checkpoint.state.optimizer_state import GroupsPlan
 from hf_zero.core.optimizer.clones import state_after_a_step, state_at_start
 from hf_zero.core.optimizer.param_states import WholeParam
 from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
-from hf_zero.core.units.packed import inner_tensors, is_wrapped
+from hf_zero.core.units.marks import inner_tensors, is_wrapped
 from hf_zero.errors import CheckpointError
 
 _KIND = "hf_zero_state_class"

@@ -21,11 +21,10 @@ from hf_zero.config.schema.fields import (
     used,
 )
 from hf_zero.config.schema.monitoring import Comet, CommsLogger, CsvMonitor, FlopsProfiler, Tensorboard, Timers, Trackio, Wandb
-from hf_zero.config.schema.optimization import Optimizer, Scheduler
 from hf_zero.config.schema.own import OwnSettings
 from hf_zero.config.schema.parallel import Elasticity, ExpertParallel, Pipeline, TensorParallel
-from hf_zero.config.schema.precision import Bf16, DataTypes, Fp16, TorchAutocast
 from hf_zero.config.schema.storage import ActivationCheckpointing, Aio, Checkpoint, Compile, DataStates
+from hf_zero.config.schema.training import Bf16, DataTypes, Fp16, Optimizer, Scheduler, TorchAutocast
 from hf_zero.config.schema.zero import ZeroOptimization
 
 

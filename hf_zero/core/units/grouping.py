@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_zero.core.units.layout import build_layout
-from hf_zero.core.units.packed import is_packed
+from hf_zero.core.units.marks import is_packed
 from hf_zero.core.units.registration import register
 from hf_zero.core.units.shard import ON_DEVICE
 from hf_zero.core.units.unit import Unit, UnitSpec, find_unit, full_shape

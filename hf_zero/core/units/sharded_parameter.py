@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from hf_zero.core.units.packed import is_packed
+from hf_zero.core.units.marks import is_packed
 from hf_zero.errors import StateError
 
 _META = torch.device("meta")

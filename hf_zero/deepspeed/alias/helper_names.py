@@ -164,21 +164,21 @@ HELPERS: Final[dict[str, str]] = {
     "deepspeed.constants.TORCH_DISTRIBUTED_DEFAULT_PORT": "hf_zero.deepspeed.served.settings:TORCH_DISTRIBUTED_DEFAULT_PORT",
     "deepspeed.constants.default_pg_timeout": "hf_zero.deepspeed.served.settings:default_pg_timeout",
     # Names of files in DeepSpeed's own checkpoints, for scripts that read them.
-    **_rows("checkpoint.utils", "deepspeed.served.checkpoint_names", _CKPT_FILES),
-    **_rows("checkpoint.constants", "deepspeed.served.checkpoint_names", _CKPT_KEYS),
-    **_rows("checkpoint", "deepspeed.served.checkpoint_names", (*_CKPT_FILES, *_CKPT_KEYS)),
-    **_rows("checkpoint.ds_to_universal", "deepspeed.served.universal", ("main",)),
+    **_rows("checkpoint.utils", "deepspeed.served.state_files", _CKPT_FILES),
+    **_rows("checkpoint.constants", "deepspeed.served.state_files", _CKPT_KEYS),
+    **_rows("checkpoint", "deepspeed.served.state_files", (*_CKPT_FILES, *_CKPT_KEYS)),
+    **_rows("checkpoint.ds_to_universal", "deepspeed.served.state_files", ("main",)),
     # DeepSpeed's mixture-of-experts layer.
     **_rows("moe.layer", "deepspeed.moe.layer", ("MoE",)),
     **_rows("moe.experts", "deepspeed.moe.layer", ("Experts",)),
     **_rows("moe.sharded_moe", "deepspeed.moe.layer", ("MOELayer",)),
     **_rows("moe.sharded_moe", "deepspeed.moe.gate", ("TopKGate", "top1gating", "top2gating", "topkgating")),
-    **_rows("moe.utils", "deepspeed.moe.params", _MOE_PARAMS),
+    **_rows("moe.utils", "deepspeed.moe.layer", _MOE_PARAMS),
     # Types in the signature of `initialize`.
     "deepspeed.runtime.engine.DeepSpeedOptimizerCallable": "hf_zero.deepspeed.served.helpers:DeepSpeedOptimizerCallable",
     "deepspeed.runtime.engine.DeepSpeedSchedulerCallable": "hf_zero.deepspeed.served.helpers:DeepSpeedSchedulerCallable",
     # Schedules.
-    **_rows("runtime.lr_schedules", "deepspeed.served.schedule_arguments", ("add_tuning_arguments",)),
+    **_rows("runtime.lr_schedules", "deepspeed.served.settings", ("add_tuning_arguments",)),
     "deepspeed.add_tuning_arguments": "hf_zero.deepspeed.served.settings:add_tuning_arguments",
     "deepspeed.runtime.data_pipeline.curriculum_scheduler.CurriculumScheduler": "hf_zero.deepspeed.served.curriculum:CurriculumScheduler",
     # Gradients, devices and numbers.

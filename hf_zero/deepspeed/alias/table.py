@@ -144,7 +144,7 @@ _PIPELINES = {
     "runtime.pipe.engine.PipelineError": f"{_PIPE}.engine:PipelineError",
     "runtime.pipe.PipelineModule": f"{_PIPE}.module:PipelineModule",
     **{
-        f"{path}.{name}": f"{_PIPE}.layer_spec:{name}"
+        f"{path}.{name}": f"{_PIPE}.building:{name}"
         for path in ("pipe", "runtime.pipe", "runtime.pipe.module")
         for name in ("LayerSpec", "TiedLayerSpec")
     },

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.core.units.tp_shard import TpShard, mark_tp_shard
+from hf_zero.core.units.marks import TpShard, mark_tp_shard
 from hf_zero.deepspeed.served.helpers import call_to_str
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.observe import logger
