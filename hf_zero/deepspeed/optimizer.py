@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,10 +13,10 @@ from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.units.layout import FROZEN
 from hf_zero.core.units.unit import Unit
 from hf_zero.core.units.values import all_gather_updated, publish
-from hf_zero.deepspeed import safe_values
+from hf_zero.deepspeed import requests, safe_values
 from hf_zero.deepspeed.offload_handle import OffloadHandle
 from hf_zero.deepspeed.served.state_files import FP32_FLAT_GROUPS, SINGLE_PARTITION_OF_FP32_GROUPS
-from hf_zero.errors import StateError
+from hf_zero.errors import ConfigError, StateError
 from hf_zero.observe import warn_once
 
 
@@ -35,10 +36,9 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "partition_gradients": lambda engine: engine.stage_policy.stage >= 2,
     "dtype": lambda engine: engine.optimizer.low_precision_dtype,
     "device": lambda engine: engine.device,
-    "clip_grad": lambda engine: engine.settings.gradient_clipping,
     "gradient_accumulation_dtype": lambda engine: engine.precision.accumulation_dtype,
     "gradient_accumulation_steps": lambda engine: engine.accumulation.steps,
-    "communication_data_type": lambda engine: engine.communication_data_type(),
+    "communication_data_type": lambda engine: engine.communication_data_type,
     "sequence_parallel_size": lambda engine: engine.sequence_parallel_size,
     "has_moe_layers": lambda engine: engine.has_moe_layers,
     "param_names": lambda engine: engine.param_names,
@@ -225,6 +225,21 @@ class DeepSpeedOptimizer(ShardedOptimizer):
     def needs_scaler(self) -> bool:
         """Return whether a script's own backward needs ``engine.scale(loss)``: the loss scale changes, or is not 1."""
         return self.dynamic_loss_scale or self.loss_scale != 1.0
+
+    @property
+    def clip_grad(self) -> float:
+        """Return the norm that gradients are clipped to; 0 is off. A script may also set it between steps, alike on every rank.
+
+        Raises:
+            ConfigError: The number to set is negative or nan.
+        """
+        return float(self._engine().gradient_clipping())
+
+    @clip_grad.setter
+    def clip_grad(self, max_norm: float) -> None:
+        if not max_norm >= 0:
+            raise ConfigError(f"optimizer.clip_grad was set to {max_norm!r}; a number of at least 0 is allowed, and 0 turns clipping off")
+        requests.set_gradient_clipping(self._engine(), 0.0 if math.isinf(max_norm) else float(max_norm))
 
     @property
     def loss_scaler(self) -> Any:
