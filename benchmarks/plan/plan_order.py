@@ -50,14 +50,12 @@ def config_of(case: dict[str, Any]) -> dict[str, Any]:
 
 def predicted(cases: Sequence[dict[str, Any]]) -> list[float]:
     """Return the seconds per step of each case, predicted by the roofline."""
-    from hf_zero.plan.cluster import Cluster, Hardware, Load
     from hf_zero.plan.command import settled
-    from hf_zero.plan.costs import costs_of
+    from hf_zero.plan.costs import costs_of, rates_of
+    from hf_zero.plan.inputs import Cluster, Hardware, Load, ModelWish
     from hf_zero.plan.measure import measure
-    from hf_zero.plan.model_wish import ModelWish
     from hf_zero.plan.models import build_model
-    from hf_zero.plan.rates import rates_of
-    from hf_zero.plan.stages import plan_step
+    from hf_zero.plan.workers import plan_step
 
     rates = rates_of({}, measure({}, WORLD, on_host=True), WORLD, on_host=True)
     cluster = Cluster(WORLD, WORLD, on_host=True)

@@ -29,7 +29,7 @@ from hf_zero.core.engine import Engine, reasons_to_wait
 from hf_zero.core.engine_parts import Restored
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.step.written import WrittenValues
-from hf_zero.core.units.tp_shard import tp_shard_of
+from hf_zero.core.units.marks import tp_shard_of
 from hf_zero.errors import CheckpointError, ConfigError, StateError, UnsupportedError
 from hf_zero.observe import log_rank0, logger, warn_once
 from hf_zero.system import signals
@@ -378,7 +378,7 @@ def _folder(given: Any, argument: str) -> str:
     Raises:
         CheckpointError: It is neither, or the library for the URL is not installed.
     """
-    if not isinstance(given, (str, os.PathLike)):
+    if not isinstance(given, (str, os.PathLike)) or not os.fspath(given):  # an empty one would mean the working directory
         raise CheckpointError(f"{argument} is {given!r}, allowed is a path: a string or a pathlib.Path, or a URL")
     return raw(place_of(os.fspath(given)))
 

@@ -9,7 +9,7 @@ in one collective (``assembly/same_settings.py``, ``core/step/agreement.py``). T
    ``ModuleList``. Parameters outside them form the root. A block has one unit per dtype and kind, so LoRA adapters and frozen weights have
    units of their own.
 2. ``core/units/layout.py`` orders parameters by param group, aligns them to 16 elements, and pads the unit to a multiple of the ranks.
-3. ``core/units/construct.py`` copies parameters into flat buffers, block by block, and keeps this rank's shard. Each ``param.data`` becomes
+3. ``core/units/grouping.py`` copies parameters into flat buffers, block by block, and keeps this rank's shard. Each ``param.data`` becomes
    an empty tensor that still has shape and dtype, and raises when its values are read (``core/units/sharded_parameter.py``).
 4. The user's optimizer is rebuilt over segments of the fp32 masters (``core/optimizer/segments.py``): one per param group and shard.
 

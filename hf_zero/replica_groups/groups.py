@@ -19,11 +19,10 @@ from hf_zero.core.engine import Engine, on_destroy
 from hf_zero.core.step.agreement import facts_of
 from hf_zero.core.step.written import WrittenValues
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
-from hf_zero.native.crc32 import crc32_chunks
+from hf_zero.native.ranges import crc32_chunks
 from hf_zero.observe import log_rank0
 from hf_zero.replica_groups.quorum import Formed, Quorum, group_number
-from hf_zero.replica_groups.sampler import serve_numbers
-from hf_zero.replica_groups.shares import Shares
+from hf_zero.replica_groups.sampler import Shares, serve_numbers
 from hf_zero.replica_groups.transfer import receive_state, send_state
 from hf_zero.system import exit_status, last_words
 
