@@ -2,7 +2,7 @@
 
 One step at stage 3: two ranks train a GPT-2 in bf16.
 
-``initialize`` (``deepspeed/initialize.py``) reads the configuration (``config/resolve.py``); all ranks compare settings, versions and model
+``initialize`` reads the configuration (``config/resolve.py``); all ranks compare settings, versions and model
 in one collective (``assembly/same_settings.py``, ``core/step/agreement.py``). Then ``assembly/parts.py`` makes the parts of the engine:
 
 1. ``core/units/grouping.py`` finds the repeated blocks: the classes that ``_no_split_modules`` names, else the children of the largest
