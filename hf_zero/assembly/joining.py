@@ -13,8 +13,7 @@ from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.step.trained_set import Joining
-from hf_zero.core.units.construct import NamedParam
-from hf_zero.core.units.grouping import BlockSpec, enclosing, lowest_modules
+from hf_zero.core.units.grouping import BlockSpec, NamedParam, enclosing, lowest_modules
 from hf_zero.core.units.unit import Unit, find_unit
 from hf_zero.errors import UnsupportedError
 

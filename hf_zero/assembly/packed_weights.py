@@ -14,7 +14,7 @@ from torch import nn
 from hf_zero.assembly.wrapped_weights import keep_divided
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.model_init import ModelInit
-from hf_zero.core.units.construct import NamedParam
+from hf_zero.core.units.grouping import NamedParam
 from hf_zero.core.units.layout import FROZEN
 from hf_zero.core.units.packed import inner_tensors, is_packed, is_wrapped, mark_inner, mark_packed
 from hf_zero.core.units.unit import find_unit, full_shape

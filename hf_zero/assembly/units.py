@@ -13,13 +13,12 @@ from hf_zero.assembly.packed_weights import packed_weights, pieces_of, prepare_p
 from hf_zero.assembly.policies import QuantizedUnits
 from hf_zero.assembly.wrapped_weights import prepare_wrapped
 from hf_zero.comm.collectives import Collectives
-from hf_zero.core.optimizer.param_groups import group_of_params
+from hf_zero.core.optimizer.segments import group_of_params
 from hf_zero.core.schedule.block import Block
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.agreement import equal_values, facts_of, require_same_model, require_same_optimizer
 from hf_zero.core.step.precision import KeptTypes, PrecisionPolicy, cast_and_move, cast_param
-from hf_zero.core.units.construct import NamedParam, build_unit
-from hf_zero.core.units.grouping import BlockSpec, build_blocks
+from hf_zero.core.units.grouping import BlockSpec, NamedParam, build_blocks, build_unit
 from hf_zero.core.units.layout import FROZEN
 from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.packed import float8_type, is_packed, is_wrapped

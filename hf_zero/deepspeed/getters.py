@@ -11,7 +11,7 @@ from weakref import ref
 
 import torch
 
-from hf_zero.core.optimizer.param_groups import learning_rates
+from hf_zero.core.optimizer.segments import learning_rates
 from hf_zero.core.schedule.torch_internals import compiled_call
 from hf_zero.deepspeed import held_weights
 from hf_zero.deepspeed.configured import ConfiguredEngine

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.core.optimizer.param_groups import learning_rates
+from hf_zero.core.optimizer.segments import learning_rates
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.units.layout import FROZEN
 from hf_zero.deepspeed import optimizer_getters

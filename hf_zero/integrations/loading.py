@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from hf_zero.config.read import read_config
-from hf_zero.core.constructor_access import ConstructorAccess
+from hf_zero.core.model_init import ConstructorAccess
 from hf_zero.core.schedule import gathered_parameters as gathered
 from hf_zero.core.units.unit import full_shape, is_sharded
 from hf_zero.core.units.values import show_as_built

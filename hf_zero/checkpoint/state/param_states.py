@@ -16,7 +16,7 @@ from hf_zero.checkpoint.format.values import Decoder, Encoder
 from hf_zero.checkpoint.state.optimizer_state import GroupsPlan
 from hf_zero.checkpoint.state.wrapped_states import unwrapped, wrapped
 from hf_zero.core.optimizer.clones import state_at_start
-from hf_zero.core.optimizer.owner_states import WholeParam
+from hf_zero.core.optimizer.param_states import WholeParam
 from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hf_zero.core.optimizer.clones import state_after_a_step
-from hf_zero.core.optimizer.owner_states import WholeParam
+from hf_zero.core.optimizer.param_states import WholeParam
 from hf_zero.core.units.packed import inner_tensors, is_wrapped
 from hf_zero.errors import CheckpointError
 

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from hf_zero.core.schedule.backward_phase import BackwardPhase
 from hf_zero.core.schedule.block import Block
-from hf_zero.core.schedule.external_parameters import external_parameters
 from hf_zero.core.schedule.forward_hooks import RAISED, ForwardHooks
+from hf_zero.core.schedule.gathered_parameters import external_parameters
 from hf_zero.core.schedule.schedule import ForwardPhase
 from hf_zero.core.schedule.torch_internals import in_backward, outside_transforms, replace_parameters
 from hf_zero.core.units.grouping import enclosing

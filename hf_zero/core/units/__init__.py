@@ -40,7 +40,7 @@ is notified when a parameter is registered and when its unit's state changes.
 ``zero.Init`` makes each parameter a unit of its own as soon as its module is assigned to its parent. torch's registration hooks report the
 assignment; nothing is patched. A sharded layer's own ``apply`` unshards it, for ``self.apply(init_weights)`` in constructors, and
 parameters that a constructor reads or writes after it has assigned their layer are unsharded for this access
-(``core/constructor_access.py``). While a model is built, its parameters keep the type and device that constructors gave them, every rank
+(``core/model_init.py``). While a model is built, its parameters keep the type and device that constructors gave them, every rank
 draws every random number, and the cast is done at the end ([Note: as it was built]), so that the weights equal those of an ordinary build
 ([Note: same seed, same model]). ``initialize`` moves parameters from their present units to block units, one block at a time, so no rank
 ever has the complete model. The same code moves a module from another engine. During loading, the C library returns large blocks to the
