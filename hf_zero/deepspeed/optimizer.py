@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,10 +10,10 @@ import torch
 from hf_zero.core.optimizer.segments import learning_rates
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.units.layout import FROZEN
-from hf_zero.deepspeed import optimizer_getters
+from hf_zero.deepspeed import optimizer_getters, requests
 from hf_zero.deepspeed.offload_handle import OffloadHandle
 from hf_zero.deepspeed.optimizer_state import add_masters, set_masters, take_masters
-from hf_zero.errors import StateError
+from hf_zero.errors import ConfigError, StateError
 
 
 def norm_groups(optimizer: DeepSpeedOptimizer) -> list[torch.Tensor]:
@@ -73,6 +74,21 @@ class DeepSpeedOptimizer(ShardedOptimizer):
     def needs_scaler(self) -> bool:
         """Return whether a script's own backward needs ``engine.scale(loss)``: the loss scale changes, or is not 1."""
         return self.dynamic_loss_scale or self.loss_scale != 1.0
+
+    @property
+    def clip_grad(self) -> float:
+        """Return the norm that gradients are clipped to; 0 is off. A script may also set it between steps, alike on every rank.
+
+        Raises:
+            ConfigError: The number to set is negative or nan.
+        """
+        return float(self._engine().gradient_clipping())
+
+    @clip_grad.setter
+    def clip_grad(self, max_norm: float) -> None:
+        if not max_norm >= 0:
+            raise ConfigError(f"optimizer.clip_grad was set to {max_norm!r}; a number of at least 0 is allowed, and 0 turns clipping off")
+        requests.set_gradient_clipping(self._engine(), 0.0 if math.isinf(max_norm) else float(max_norm))
 
     @property
     def loss_scaler(self) -> Any:
