@@ -103,7 +103,8 @@ def _other_assignments() -> None:
         ("gradient_accumulation_steps", "set_train_batch_size"),
         ("train_micro_batch_size_per_gpu", "set_train_micro_batch_size"),
         ("gradient_clipping", "engine.optimizer.clip_grad"),
-        ("zero_optimization_stage", "its key"),
+        ("is_gradient_accumulation_boundary", "set_gradient_accumulation_boundary"),
+        ("zero_optimization_stage", "`zero_optimization.stage`"),
         ("gradient_average", "gradient_allreduce_op"),
         ("communication_data_type", "`communication_data_type`"),
     ):
