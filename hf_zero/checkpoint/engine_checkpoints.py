@@ -378,7 +378,7 @@ def _folder(given: Any, argument: str) -> str:
     Raises:
         CheckpointError: It is neither, or the library for the URL is not installed.
     """
-    if not isinstance(given, (str, os.PathLike)):
+    if not isinstance(given, (str, os.PathLike)) or not os.fspath(given):  # an empty one would mean the working directory
         raise CheckpointError(f"{argument} is {given!r}, allowed is a path: a string or a pathlib.Path, or a URL")
     return raw(place_of(os.fspath(given)))
 
