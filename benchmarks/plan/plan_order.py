@@ -22,7 +22,7 @@ WORLD, GLOBAL_BATCH, LENGTH = 2, 16, 128
 LLAMA = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 688}
 SETTINGS = {**LLAMA, "vocab_size": 2048, "max_position_embeddings": LENGTH}
 WORKER = Path(__file__).with_name("plan_order_worker.py")
-TEXT = """`benchmarks/plan/plan_order.py`: seconds per optimizer step of {global_batch} samples of {length} tokens, Llama (4 layers,
+TEXT = """Seconds per optimizer step of {global_batch} samples of {length} tokens, Llama (4 layers,
 width 256), fp32, AdamW, {world} gloo ranks on one machine, one thread each. **Predicted** by `hf-zero plan --fit`'s roofline with rates
 that were measured on this machine just before; **measured** is the fastest of {rounds} interleaved rounds. Rank correlation (Spearman's):
 **{correlation:.2f}**."""
