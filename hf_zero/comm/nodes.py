@@ -1,7 +1,4 @@
-"""The nodes of the ranks, as their launchers report them, and the two groups (hops) of a reduction inside and over nodes.
-
-Find how many bytes this process can still allocate on a device.
-"""
+"""The nodes of the ranks, as their launchers report them: the two groups (hops) of a reduction, and the memory that is left on a device."""
 
 from __future__ import annotations
 

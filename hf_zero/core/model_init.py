@@ -1,7 +1,4 @@
-"""Unshard sharded parameters that a constructor reads or writes inside ``zero.Init``.
-
-Implement ``zero.Init``, which shards parameters while the model is being built.
-"""
+"""Implement ``zero.Init``, which shards parameters while the model is being built, and unshards the ones that a constructor uses."""
 
 from __future__ import annotations
 
@@ -32,11 +29,11 @@ from hf_zero.core.units.grouping import NamedParam, build_unit
 from hf_zero.core.units.guards import guard_state_dict, guard_unprepared
 from hf_zero.core.units.layout import FROZEN, UnitState
 from hf_zero.core.units.listener import ParamListener
-from hf_zero.core.units.packed import is_packed, is_wrapped
+from hf_zero.core.units.marks import is_packed, is_wrapped
 from hf_zero.core.units.registration import register
 from hf_zero.core.units.shard import ON_DEVICE, ShardStorage
 from hf_zero.core.units.unit import Built, Unit, UnitSpec, find_unit, full_shape, is_sharded, shares_unsharded_memory
-from hf_zero.memory import heap, host_memory
+from hf_zero.memory import host_memory
 from hf_zero.observe import warn_once
 from hf_zero.system.sizes import size_text
 
@@ -50,6 +47,7 @@ _VALUE_ATTRIBUTES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 _VALUELESS_METHODS = frozenset(
     {"requires_grad_", "is_floating_point", "is_complex", "element_size", "register_hook", "register_post_accumulate_grad_hook", "__hash__"}
 )
+_LARGE = 64 * 2**20  # bytes
 
 
 class ConstructorAccess(TorchFunctionMode):
@@ -133,9 +131,6 @@ def _empty_as_built(param: nn.Parameter) -> torch.Tensor:
     return torch.empty(0, dtype=param.dtype, device=built.device) if built is not None else param.detach()
 
 
-_LARGE = 64 * 2**20  # bytes
-
-
 class ModelInit:
     """A context that shards parameters as soon as their module is finished, so that no rank ever has the complete model.
 
@@ -198,7 +193,7 @@ class ModelInit:
 
     def __enter__(self) -> ModelInit:
         if self._spec is not None:
-            heap.return_large_blocks()
+            host_memory.return_large_blocks()
             self._building = True
             self._stack.enter_context(self._access)
             for handle in (

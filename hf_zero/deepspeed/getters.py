@@ -16,8 +16,7 @@ from hf_zero.core.optimizer.segments import learning_rates
 from hf_zero.core.schedule.torch_internals import compiled_call
 from hf_zero.deepspeed import held_weights
 from hf_zero.deepspeed.configured import ConfiguredEngine
-from hf_zero.deepspeed.moe.layer import MoE
-from hf_zero.deepspeed.moe.params import has_moe_layers
+from hf_zero.deepspeed.moe.layer import MoE, has_moe_layers
 from hf_zero.deepspeed.timers import SynchronizedWallClockTimer, ThroughputTimer
 from hf_zero.errors import StateError
 from hf_zero.metrics import EventWriter
@@ -64,7 +63,7 @@ def _zero(key: str) -> Getter:
 
 def _profiler(key: str) -> Getter:
     def get(engine: ConfiguredEngine) -> Any:
-        from hf_zero.config.schema.tools import FlopsProfiler  # imports pydantic, which an isinstance check does not need
+        from hf_zero.config.schema.monitoring import FlopsProfiler  # imports pydantic, which an isinstance check does not need
 
         return getattr(engine.settings.flops_profiler or FlopsProfiler(), key)
 

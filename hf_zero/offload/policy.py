@@ -30,7 +30,7 @@ from hf_zero.offload.files import PlannedFile, PlannedFolder, SwapFile, SwapFold
 from hf_zero.offload.host_states import HostGradients, HostStates
 from hf_zero.offload.shards import FileStorage, HostStorage, ReturningStorage
 from hf_zero.offload.state_store import OffloadedStateStore, OverlapPolicy
-from hf_zero.ops.host_optimizer import HostOptimizer
+from hf_zero.ops.host_optimizers import HostOptimizer
 from hf_zero.system.sizes import gib
 
 T = TypeVar("T")

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
-from hf_zero.deepspeed import held_weights, optimizer_getters
-from hf_zero.deepspeed.optimizer import DeepSpeedOptimizer
+from hf_zero.deepspeed import held_weights
+from hf_zero.deepspeed.optimizer import VALUES, DeepSpeedOptimizer
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.utils import safe_get_full_fp32_param, safe_get_full_grad
 from tests.support import ranks
@@ -272,7 +272,7 @@ def _optimizer_values(stage: int) -> None:
     if engine.zero_optimization_stage() < 3:
         parts, align = optimizer.parallel_partitioned_bit16_groups, 2 * optimizer.nccl_start_alignment_factor
         assert all(len(unit) == ranks.world() and part.data_ptr() % align == 0 for unit in parts for part in unit)
-    for name in optimizer_getters.VALUES:
+    for name in VALUES:
         getattr(optimizer, name)
     optimizer.overlap_comm = 3  # what a script assigns stands in place of the answer
     assert optimizer.overlap_comm == 3

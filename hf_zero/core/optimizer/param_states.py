@@ -1,7 +1,4 @@
-"""Read and write optimizer states of single parameters, complete or only this rank's part.
-
-Keep the parameters that one rank updates in their full shape, and their optimizer states.
-"""
+"""Keep optimizer states of parameters: read and write states of single parameters, and hold those that one rank updates in full shape."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.core.optimizer.segments import OwnedSegment, Segments, master_of
 from hf_zero.core.units.alone import whole_from_owners
 from hf_zero.core.units.layout import ParamSlot
-from hf_zero.core.units.packed import is_wrapped
+from hf_zero.core.units.marks import is_wrapped
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import StateError
 

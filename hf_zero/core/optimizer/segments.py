@@ -1,7 +1,4 @@
-"""Read the param groups of a torch optimizer: the group of each parameter, and the learning rate of each group.
-
-Divide shards into segments, one per param group, and step a torch optimizer over some of them at a time.
-"""
+"""Divide shards into segments, one per param group, and step a torch optimizer over some of them at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from hf_zero.core.units.layout import Range
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.native.passes import LOW_TYPES
-from hf_zero.ops.host_optimizer import HostOptimizer
+from hf_zero.ops.host_optimizers import HostOptimizer
 
 
 def learning_rates(groups: Iterable[dict[str, Any]]) -> list[float]:

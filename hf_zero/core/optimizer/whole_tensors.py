@@ -17,7 +17,7 @@ from hf_zero.core.optimizer.segments import OwnedSegment, master_of
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.optimizer.state_store import StateStore, scale_
 from hf_zero.core.units.layout import ParamSlot
-from hf_zero.core.units.tp_shard import TpShard, tp_shard_of
+from hf_zero.core.units.marks import TpShard, tp_shard_of
 from hf_zero.core.units.unit import Unit
 from hf_zero.core.units.values import publish
 from hf_zero.observe import span

@@ -1,7 +1,4 @@
-"""Declare parameters that a module reads and another module owns.
-
-Define ``GatheredParameters``: unsharded parameters inside a ``with`` block, and rules for changes made there.
-"""
+"""Unshard parameters outside of their block's forward: ``GatheredParameters``, and external parameters, which another module owns."""
 
 from __future__ import annotations
 
@@ -21,9 +18,12 @@ from hf_zero.core.units.registration import network_of_loose, noted_loose
 from hf_zero.core.units.unit import Unit, find_unit
 from hf_zero.core.units.values import adopt_writes, broadcast_from, show_as_built
 from hf_zero.errors import StateError
-from hf_zero.native.crc32 import crc32_chunks
+from hf_zero.native.ranges import crc32_chunks
 
 _declared: WeakKeyDictionary[nn.Module, list[nn.Parameter]] = WeakKeyDictionary()
+_CHUNK_BYTES = 1 << 22  # bytes of one chunk of a checksum
+_PIECE = 1 << 22  # elements that a checksum widens to 64 bits at a time
+_ODD = 0x1F58476D1CE4E5B9  # any odd number with as many ones as zeros
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -48,11 +48,6 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 def external_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     """Yield the parameters that are declared external to ``module`` itself."""
     yield from _declared.get(module, ())
-
-
-_CHUNK_BYTES = 1 << 22  # bytes of one chunk of a checksum
-_PIECE = 1 << 22  # elements that a checksum widens to 64 bits at a time
-_ODD = 0x1F58476D1CE4E5B9  # any odd number with as many ones as zeros
 
 
 class GatheredParameters:

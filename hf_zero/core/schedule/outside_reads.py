@@ -23,8 +23,8 @@ from hf_zero.core.schedule.torch_internals import in_backward, outside_transform
 from hf_zero.core.units.grouping import enclosing
 from hf_zero.core.units.guards import guard_state_dict
 from hf_zero.core.units.layout import UnitState
+from hf_zero.core.units.marks import WholeReader, Wholes, whole_reader_of
 from hf_zero.core.units.sharded_parameter import OWNER, ShardedParameter
-from hf_zero.core.units.tp_shard import WholeReader, Wholes, whole_reader_of
 from hf_zero.core.units.unit import Unit, find_unit, is_sharded
 from hf_zero.observe import note
 

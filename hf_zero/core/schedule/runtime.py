@@ -1,12 +1,10 @@
-"""Replace hooks of saved tensors that move them to the host by an engine's own pair, while forwards of the engine's module run inside them.
+"""Put the hooks of one engine on one module, and act on calls of the engine between them.
 
-[Note: hooks that move] torch applies only the innermost pair of hooks, and shows which one that is. So a forward that runs inside
-``torch.autograd.graph.save_on_cpu``, or similar hooks, enters a pair of its own, ``HostActivations``: it moves the same values to the host,
-except for the weights, and the copies overlap with the computation. Where the innermost pair is another one, such as that of
+[Note: hooks that move] torch applies only the innermost pair of hooks of saved tensors, and shows which one that is. So a forward that runs
+inside ``torch.autograd.graph.save_on_cpu``, or similar hooks, enters a pair of its own, ``HostActivations``: it moves the same values to
+the host, except for the weights, and the copies overlap with the computation. Where the innermost pair is another one, such as that of
 ``torch.utils.checkpoint``, no pair is entered: that pair decides what is saved. Hooks that may change values get everything that they get
 without an engine, weights included.
-
-Put the hooks of one engine on one module, and act on calls of the engine between them.
 """
 
 from __future__ import annotations
@@ -37,6 +35,7 @@ from hf_zero.memory.residents import mark_residents
 
 _FEWEST_BLOCKS = 3  # two stay on the device
 _top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # not in every version of torch
+_ATTRIBUTE = "_hf_zero_runtime"  # attribute of a module with hooks
 
 
 @dataclass
@@ -109,9 +108,6 @@ class SavedTensors:
     def _unhook(self) -> None:
         self._depth -= 1
         torch._C._autograd._pop_saved_tensors_default_hooks()
-
-
-_ATTRIBUTE = "_hf_zero_runtime"  # attribute of a module with hooks
 
 
 class Handle(Protocol):

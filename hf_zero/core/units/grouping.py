@@ -1,7 +1,4 @@
-"""Make units from parameters, whether these are ordinary tensors or in other units.
-
-Find the blocks of a model, and the modules that a script has marked as leaves, which stay in one block.
-"""
+"""Find the blocks of a model, and the modules that a script has marked as leaves, which stay in one block; make units from parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_zero.core.units.layout import build_layout
-from hf_zero.core.units.packed import is_packed
+from hf_zero.core.units.marks import is_packed
 from hf_zero.core.units.registration import register
 from hf_zero.core.units.shard import ON_DEVICE
 from hf_zero.core.units.unit import Unit, UnitSpec, find_unit, full_shape
@@ -21,6 +18,9 @@ from hf_zero.core.units.whole_buffer import view_of
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.memory import host_memory
 from hf_zero.observe import warn_once
+
+# Embeddings and heads outside the repeated blocks become a block of their own from this size on; smaller ones stay with the root.
+LARGE_MODULE_NUMEL = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,6 @@ def _copy_value(target: torch.Tensor, param: nn.Parameter, name: str) -> None:
         return
     with owner[0].unsharded():
         target.copy_(param.detach())
-
-
-# Embeddings and heads outside the repeated blocks become a block of their own from this size on; smaller ones stay with the root.
-LARGE_MODULE_NUMEL = 1 << 20
 
 
 @dataclass

@@ -1,6 +1,6 @@
-"""Define placeholder tensors of sharded parameters: they have shape, dtype and device, and raise an error when values are needed.
+"""Define the class of a parameter without values, and its placeholder tensors.
 
-Define the class of a parameter without values, which refuses computations with an error that names the parameter.
+They have shape, dtype and device; a computation that needs values raises an error that names the parameter.
 """
 
 from __future__ import annotations
@@ -15,13 +15,34 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from hf_zero.core.units.packed import is_packed
+from hf_zero.core.units.marks import is_packed
 from hf_zero.errors import StateError
 
 _META = torch.device("meta")
 
 
 _NO_VALUES = "this rank's state dict has no values of it, and a file would be empty"
+OWNER = "_hf_zero_owner"
+_GRAD: Any = torch.Tensor.grad  # torch's own property
+_WITHOUT_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
+
+_VALUES = ("data", "T", "mT", "H", "mH", "real", "imag", "__cuda_array_interface__")
+_QUESTIONS = (
+    "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "dim_order", "get_device",
+    "is_complex", "is_conj", "is_contiguous", "is_distributed", "is_floating_point", "is_inference", "is_neg", "is_pinned",
+    "is_same_size", "is_shared", "is_signed", "is_coalesced", "is_set_to", "has_names", "_is_view", "_is_zerotensor", "_use_count",
+    "data_ptr", "untyped_storage", "storage", "_typed_storage",
+    "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "detach_",
+    "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided", "new",
+    "__hash__", "__len__", "__repr__", "__str__", "__format__", "__dir__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__sizeof__",
+    "__setstate__", "__getstate__", "_reduce_ex_internal", "__dlpack_device__", "_clear_non_serializable_cached_data",
+)  # fmt: skip
+_CONVERSIONS = (
+    "to", "type", "cpu", "cuda", "xpu", "mtia", "float", "double", "half", "bfloat16", "int", "long", "short", "char", "byte", "bool",
+    "cfloat", "cdouble", "chalf",
+)  # fmt: skip
+_COMPARISONS = ("__eq__", "__ne__", "eq", "ne")
+_TO_NODE = ("view_as", "expand_as")  # called with the parameter itself, autograd code gets the gradient accumulation node from the result
 
 
 def refusal(name: str, attempt: str = _NO_VALUES) -> StateError:
@@ -146,29 +167,6 @@ class EmptyValues(StandIn):
 
 def _attempt(func: Any) -> str:
     return f"{getattr(func, '__name__', str(func)).split('.')[0]} was called with its values"
-
-
-OWNER = "_hf_zero_owner"
-_GRAD: Any = torch.Tensor.grad  # torch's own property
-_WITHOUT_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
-
-_VALUES = ("data", "T", "mT", "H", "mH", "real", "imag", "__cuda_array_interface__")
-_QUESTIONS = (
-    "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "dim_order", "get_device",
-    "is_complex", "is_conj", "is_contiguous", "is_distributed", "is_floating_point", "is_inference", "is_neg", "is_pinned",
-    "is_same_size", "is_shared", "is_signed", "is_coalesced", "is_set_to", "has_names", "_is_view", "_is_zerotensor", "_use_count",
-    "data_ptr", "untyped_storage", "storage", "_typed_storage",
-    "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "detach_",
-    "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided", "new",
-    "__hash__", "__len__", "__repr__", "__str__", "__format__", "__dir__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__sizeof__",
-    "__setstate__", "__getstate__", "_reduce_ex_internal", "__dlpack_device__", "_clear_non_serializable_cached_data",
-)  # fmt: skip
-_CONVERSIONS = (
-    "to", "type", "cpu", "cuda", "xpu", "mtia", "float", "double", "half", "bfloat16", "int", "long", "short", "char", "byte", "bool",
-    "cfloat", "cdouble", "chalf",
-)  # fmt: skip
-_COMPARISONS = ("__eq__", "__ne__", "eq", "ne")
-_TO_NODE = ("view_as", "expand_as")  # called with the parameter itself, autograd code gets the gradient accumulation node from the result
 
 
 class _Empty:

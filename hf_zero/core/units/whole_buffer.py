@@ -1,7 +1,4 @@
-"""Count the tensors of autograd or a script that still use a tensor's memory.
-
-Manage the whole buffer of a unit: allocate it, point the parameters at it, free it.
-"""
+"""Manage the whole buffer of a unit: allocate it, point the parameters at it, free it, and count the tensors that still use its memory."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_zero.core.units.layout import ParamSlot, UnitLayout
-from hf_zero.core.units.packed import bytes_as
+from hf_zero.core.units.marks import bytes_as
 from hf_zero.core.units.shard import has_memory, require_memory
 from hf_zero.core.units.sharded_parameter import point, point_all
 from hf_zero.errors import StateError

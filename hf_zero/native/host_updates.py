@@ -1,8 +1,11 @@
-"""Unscaling, clipping, Adam or AdamW, and the 16-bit copy in one fused pass over a flat range; with the torch reference.
+"""Update a flat range with Adam, AdamW, SGD, Adagrad or Lion in one fused pass, with unscaling, clipping and the 16-bit copy.
 
-Kingma and Ba, "Adam", arXiv:1412.6980; Loshchilov and Hutter, "Decoupled Weight Decay Regularization", arXiv:1711.05101.
+Each has a torch reference beside it, which is used without the native library. Sources: Kingma and Ba, "Adam", arXiv:1412.6980; Loshchilov
+and Hutter, "Decoupled Weight Decay Regularization", arXiv:1711.05101; Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online
+Learning and Stochastic Optimization", JMLR 12 (2011); Chen et al., "Symbolic Discovery of Optimization Algorithms", arXiv:2302.06675,
+algorithm 2 (Lion).
 
-The native kernel keeps the order of operations of ``torch.optim.AdamW(fused=True)`` on an x86 CPU. It gives the same bits for fp32
+The kernel of Adam keeps the order of operations of ``torch.optim.AdamW(fused=True)`` on an x86 CPU. It gives the same bits for fp32
 tensors, on every processor and wherever a range is cut. (torch's own loop rounds the last ``numel % 16`` elements differently, and, on
 aarch64, the last bit of some second moments.)
 """
@@ -188,5 +191,191 @@ def adam_reference(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Te
         for given, result in zip(flat, wide, strict=True):
             if given is not flat[1] and given[part].data_ptr() != result.data_ptr():
                 given[part].copy_(result[: given[part].numel()])
+    if low is not None:
+        low.copy_(master)
+
+
+class _SgdRule(ctypes.Structure):
+    """Fields of ``struct hfz_sgd_rule``."""
+
+    _fields_ = [
+        *floats("grad_factor", "minus_lr", "momentum", "grad_weight", "decay"),
+        ("first", ctypes.c_int32),
+        ("nesterov", ctypes.c_int32),
+    ]
+
+
+def sgd_update(
+    master: Tensor,
+    grad: Tensor,
+    momentum_buffer: Tensor,
+    low: Tensor | None = None,
+    *,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    first: bool,
+    grad_factor: float = 1.0,
+    threads: int = 1,
+) -> None:
+    """Take one step of SGD with momentum in place, like torch.optim.SGD: the first step sets the buffer to the gradient.
+
+    ``g += weight_decay * p``, ``m = momentum * m + (1 - dampening) * g``, ``p -= lr * (g + momentum * m if nesterov else m)``.
+    Tensors and ``threads`` are as in ``adam_update``, ``grad_factor`` as in ``AdamRule``; ``momentum_buffer`` may be bf16.
+
+    Raises:
+        HfZeroError: The tensors do not fit together.
+    """
+    tensors = PassTensors("sgd_update", master, grad, (momentum_buffer,), low)
+    rule = _SgdRule(grad_factor, -lr, momentum, 1 - dampening, weight_decay, int(first), int(nesterov))
+    if not tensors.run_native("hfz_sgd", rule, threads):
+        sgd_reference(
+            master,
+            grad,
+            momentum_buffer,
+            low,
+            lr=lr,
+            momentum=momentum,
+            dampening=dampening,
+            weight_decay=weight_decay,
+            nesterov=nesterov,
+            first=first,
+            grad_factor=grad_factor,
+        )
+
+
+def sgd_reference(
+    master: Tensor,
+    grad: Tensor,
+    momentum_buffer: Tensor,
+    low: Tensor | None = None,
+    *,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    first: bool,
+    grad_factor: float = 1.0,
+) -> None:
+    """Compute ``sgd_update`` in plain torch; any device, and fp64 as well. Products and sums are rounded separately here."""
+    tensors = PassTensors("sgd_reference", master, grad, (momentum_buffer,), low)
+    param, buffer = master.detach().view(-1), momentum_buffer.view(-1)
+    gradient = tensors.flat_gradient(grad_factor)
+    if weight_decay:
+        gradient = torch.add(gradient, param, alpha=weight_decay)
+    moved = gradient.clone() if first else torch.add(buffer.to(master.dtype) * momentum, gradient, alpha=1 - dampening)
+    buffer.copy_(moved)
+    param.add_(torch.add(gradient, moved, alpha=momentum) if nesterov else moved, alpha=-lr)
+    if low is not None:
+        low.copy_(master)
+
+
+class _AdagradRule(ctypes.Structure):
+    """Fields of ``struct hfz_adagrad_rule``."""
+
+    _fields_ = floats("grad_factor", "lr", "eps", "decay")
+
+
+def adagrad_update(
+    master: Tensor,
+    grad: Tensor,
+    total: Tensor,
+    low: Tensor | None = None,
+    *,
+    lr: float,
+    eps: float,
+    weight_decay: float,
+    grad_factor: float = 1.0,
+    threads: int = 1,
+) -> None:
+    """Take one Adagrad step in place: ``g += weight_decay * p``, ``total += g * g``, ``p -= lr * g / (sqrt(total) + eps)``.
+
+    Tensors and ``threads`` are as in ``adam_update``, ``grad_factor`` as in ``AdamRule``; ``total`` may be bf16.
+    The caller computes the decay of the rate and passes it as ``lr``.
+
+    Raises:
+        HfZeroError: The tensors do not fit together.
+    """
+    tensors = PassTensors("adagrad_update", master, grad, (total,), low)
+    rule = _AdagradRule(grad_factor, lr, eps, weight_decay)
+    if not tensors.run_native("hfz_adagrad", rule, threads):
+        adagrad_reference(master, grad, total, low, lr=lr, eps=eps, weight_decay=weight_decay, grad_factor=grad_factor)
+
+
+def adagrad_reference(
+    master: Tensor,
+    grad: Tensor,
+    total: Tensor,
+    low: Tensor | None = None,
+    *,
+    lr: float,
+    eps: float,
+    weight_decay: float,
+    grad_factor: float = 1.0,
+) -> None:
+    """Compute ``adagrad_update`` in plain torch; any device, and fp64 as well. Products and sums are rounded separately here."""
+    tensors = PassTensors("adagrad_reference", master, grad, (total,), low)
+    param, sums = master.detach().view(-1), total.view(-1)
+    gradient = tensors.flat_gradient(grad_factor)
+    if weight_decay:
+        gradient = torch.add(gradient, param, alpha=weight_decay)
+    wide = torch.addcmul(sums.to(master.dtype), gradient, gradient)
+    sums.copy_(wide)
+    param.addcdiv_(gradient, wide.sqrt().add_(eps), value=-lr)
+    if low is not None:
+        low.copy_(master)
+
+
+class _LionRule(ctypes.Structure):
+    """Fields of ``struct hfz_lion_rule``."""
+
+    _fields_ = floats("grad_factor", "update_weight", "momentum_weight", "minus_lr", "decay")
+
+
+def lion_update(
+    master: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    low: Tensor | None = None,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    grad_factor: float = 1.0,
+    threads: int = 1,
+) -> None:
+    """Take one Lion step in place: ``p = p * (1 - lr * weight_decay) - lr * sign(lerp(m, g, 1 - b1))``, ``m = lerp(m, g, 1 - b2)``.
+
+    Tensors and ``threads`` are as in ``adam_update``, ``grad_factor`` as in ``AdamRule``; ``exp_avg`` may be bf16.
+
+    Raises:
+        HfZeroError: The tensors do not fit together.
+    """
+    tensors = PassTensors("lion_update", master, grad, (exp_avg,), low)
+    rule = _LionRule(grad_factor, 1 - betas[0], 1 - betas[1], -lr, 1 - lr * weight_decay)
+    if not tensors.run_native("hfz_lion", rule, threads):
+        lion_reference(master, grad, exp_avg, low, lr=lr, betas=betas, weight_decay=weight_decay, grad_factor=grad_factor)
+
+
+def lion_reference(
+    master: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    low: Tensor | None = None,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    grad_factor: float = 1.0,
+) -> None:
+    """Compute ``lion_update`` in plain torch; any device, and fp64 as well."""
+    tensors = PassTensors("lion_reference", master, grad, (exp_avg,), low)
+    param, momentum = master.detach().view(-1), exp_avg.view(-1)
+    gradient, before = tensors.flat_gradient(grad_factor), momentum.to(master.dtype)
+    param.mul_(1 - lr * weight_decay).add_(torch.lerp(before, gradient, 1 - betas[0]).sign_(), alpha=-lr)
+    momentum.copy_(torch.lerp(before, gradient, 1 - betas[1]))
     if low is not None:
         low.copy_(master)

@@ -1,4 +1,7 @@
-"""Base of the host optimizers: find a parameter's group and state, and make a flat working copy where the kernels need one."""
+"""Adam, AdamW, SGD, Lion and Adagrad as ordinary torch optimizers over host memory, with one native pass per parameter.
+
+Their base finds a parameter's group and state, and makes a flat working copy where the kernels need one.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,9 @@ import torch
 from torch import Tensor
 
 from hf_zero.errors import HfZeroError, UnsupportedError
+from hf_zero.native.host_updates import AdamRule, adagrad_update, adam_update, lion_update, sgd_update
+from hf_zero.native.library import announce
+from hf_zero.ops.foreach import require_hyperparameters
 
 # Elements of a 16-bit parameter that are widened to fp32 at a time: 16 MiB for parameters of any size.
 _PIECE = 1 << 22
@@ -204,3 +210,209 @@ def _written_back(tensors: PassTensors, value: Tensor) -> Iterator[PassTensors]:
     wide = (value if value.dtype == torch.float64 else value.float()).contiguous()
     yield tensors._replace(master=wide)
     value.copy_(wide)
+
+
+class HostAdam(HostOptimizer):
+    """Adam or AdamW for parameters in host memory; bit for bit ``torch.optim.AdamW(fused=True)`` on whole vectors of fp32.
+
+    States are ``step``, ``exp_avg`` and ``exp_avg_sq``, like torch's, so a ``state_dict`` of one loads into the other.
+
+    Args:
+        params: Parameters or group dicts.
+        lr: Learning rate.
+        betas: Decay of the two moments.
+        eps: Added to the root of the second moment.
+        weight_decay: Decay of the weights.
+        decoupled_weight_decay: True is AdamW; False is Adam, which adds the decay to the gradient.
+        bias_correction: Divide the moments by ``1 - beta ** step``.
+        moment_dtype: ``torch.float32``, or ``torch.bfloat16``, which halves the state. Increments of a bf16 moment below 1/512 of it are
+            lost, so with ``betas[1]`` of 0.99 and more the second moment stops following slow changes.
+
+    Raises:
+        ValueError: A hyper-parameter out of its range.
+        UnsupportedError: A group asks for amsgrad.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        decoupled_weight_decay: bool = True,
+        bias_correction: bool = True,
+        moment_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        require_hyperparameters(lr, betas, weight_decay)
+        if eps < 0:
+            raise ValueError(f"eps is {eps!r}; it must be at least 0")
+        if moment_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"moment_dtype is {moment_dtype}; it must be torch.float32 or torch.bfloat16")
+        announce()
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "bias_correction": bias_correction,
+        }
+        super().__init__(params, defaults)
+        self.moment_dtype = moment_dtype
+        for group in self.param_groups:  # groups of a former torch optimizer keep its flags
+            if group.get("amsgrad"):
+                raise UnsupportedError(f"{type(self).__name__} has no amsgrad; use torch.optim.AdamW(..., amsgrad=True)")
+
+    def _pass(self, group: dict[str, Any], param: Tensor, tensors: PassTensors) -> None:
+        dtype = self._moment_dtype_of(param)
+        exp_avg, exp_avg_sq = self._state_of(param, "exp_avg", dtype), self._state_of(param, "exp_avg_sq", dtype)
+        rule = AdamRule(
+            lr=float(group["lr"]),
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            decoupled=group["decoupled_weight_decay"],
+            bias_correction=group["bias_correction"],
+            step=self._count_step(param),
+            grad_factor=tensors.grad_factor,
+        )
+        for piece in working_copies(tensors):
+            adam_update(piece.master, piece.grad, piece.part(exp_avg), piece.part(exp_avg_sq), piece.low, rule, piece.threads)
+
+    def _moment_dtype_of(self, param: Tensor) -> torch.dtype:
+        return param.dtype if param.dtype == torch.float64 else self.moment_dtype
+
+
+class HostSGD(HostOptimizer):
+    """SGD with momentum for parameters in host memory, with torch's arguments, state (``momentum_buffer``) and numbers.
+
+    Args:
+        params: Parameters or group dicts.
+        lr: Learning rate.
+        momentum: Decay of the buffer. Without momentum ``torch.optim.SGD(fused=True)`` moves less memory.
+        dampening: The gradient enters the buffer times ``1 - dampening``.
+        weight_decay: Decay added to the gradient.
+        nesterov: Step by the gradient and the momentum to come.
+
+    Raises:
+        ValueError: A hyper-parameter out of its range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        momentum: float = 0.9,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+    ) -> None:
+        require_hyperparameters(lr, (0.0, 0.0), weight_decay)
+        if momentum < 0:
+            raise ValueError(f"momentum is {momentum!r}; it must be at least 0")
+        if nesterov and (momentum == 0 or dampening != 0):
+            raise ValueError(f"nesterov needs momentum above 0 (it is {momentum!r}) and dampening 0 (it is {dampening!r})")
+        announce()
+        defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov}
+        super().__init__(params, defaults)
+
+    def _pass(self, group: dict[str, Any], param: Tensor, tensors: PassTensors) -> None:
+        first = "momentum_buffer" not in self.state[param]
+        momentum_buffer = self._state_of(param, "momentum_buffer")
+        options = {name: group[name] for name in ("momentum", "dampening", "weight_decay", "nesterov")}
+        for piece in working_copies(tensors):
+            piece.run(sgd_update, piece.part(momentum_buffer), lr=float(group["lr"]), first=first, **options)
+
+
+class HostLion(HostOptimizer):
+    """Lion with decoupled weight decay for parameters in host memory; arguments and numbers of ``hf_zero.optim.lion.Lion``.
+
+    It has one state, ``exp_avg``.
+
+    Args:
+        params: Parameters or group dicts.
+        lr: Learning rate.
+        betas: Interpolation of the update, decay of the momentum.
+        weight_decay: Decoupled weight decay.
+        moment_dtype: ``torch.float32``, or ``torch.bfloat16``, which halves the state; it is widened for a step and rounded once, to
+            nearest even.
+
+    Raises:
+        ValueError: A hyper-parameter out of its range, or another moment type.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        moment_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        require_hyperparameters(lr, betas, weight_decay)
+        if moment_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"moment_dtype is {moment_dtype}; it must be torch.float32 or torch.bfloat16")
+        self.moment_dtype = moment_dtype
+        announce()
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    def _pass(self, group: dict[str, Any], param: Tensor, tensors: PassTensors) -> None:
+        exp_avg = self._state_of(param, "exp_avg", self.moment_dtype)
+        for piece in working_copies(tensors):
+            moment = piece.part(exp_avg)
+            wide = moment if moment.dtype == piece.master.dtype else moment.to(piece.master.dtype)
+            piece.run(lion_update, wide, lr=float(group["lr"]), betas=group["betas"], weight_decay=group["weight_decay"])
+            if wide is not moment:
+                moment.copy_(wide)
+
+
+class HostAdagrad(HostOptimizer):
+    """Adagrad for parameters in host memory, with torch's arguments, states (``step``, ``sum``) and numbers, also for sparse gradients.
+
+    Args:
+        params: Parameters or group dicts.
+        lr: Learning rate.
+        lr_decay: The rate of step ``t`` is ``lr / (1 + (t - 1) * lr_decay)``.
+        weight_decay: Decay added to the gradient.
+        initial_accumulator_value: Initial value of ``sum``.
+        eps: Added to the root of ``sum``.
+
+    Raises:
+        ValueError: A hyper-parameter out of its range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+    ) -> None:
+        require_hyperparameters(lr, (0.0, 0.0), weight_decay)
+        for name, value in (("lr_decay", lr_decay), ("initial_accumulator_value", initial_accumulator_value), ("eps", eps)):
+            if value < 0:
+                raise ValueError(f"{name} is {value!r}; it must be at least 0")
+        announce()
+        defaults = {
+            "lr": lr,
+            "lr_decay": lr_decay,
+            "weight_decay": weight_decay,
+            "initial_accumulator_value": initial_accumulator_value,
+            "eps": eps,
+        }
+        super().__init__(params, defaults)
+
+    def _dense(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        if group["weight_decay"] or not group["eps"]:
+            return super()._dense(group, param, grad)
+        return grad.to_dense()  # a gradient of zero changes neither the sum nor the value
+
+    def _pass(self, group: dict[str, Any], param: Tensor, tensors: PassTensors) -> None:
+        total = self._state_of(param, "sum", start=group["initial_accumulator_value"])
+        lr = float(group["lr"]) / (1 + (self._count_step(param) - 1) * group["lr_decay"])
+        for piece in working_copies(tensors):
+            piece.run(adagrad_update, piece.part(total), lr=lr, eps=group["eps"], weight_decay=group["weight_decay"])
