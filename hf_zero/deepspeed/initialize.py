@@ -30,6 +30,7 @@ from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.deepspeed.alias.finder import answers_deepspeed
 from hf_zero.deepspeed.engine import Engine
 from hf_zero.deepspeed.loss_scalers import EngineLossScaler
+from hf_zero.deepspeed.moe.layer import require_known_experts
 from hf_zero.deepspeed.param_attributes import PARAM_ATTRIBUTES
 from hf_zero.deepspeed.pipe.engine import PipelineEngine
 from hf_zero.deepspeed.pipe.module import PipelineModule, require_undivided
@@ -171,6 +172,7 @@ def initialize(
     if axes.topology.pipe is not None and not isinstance(model, PipelineModule):
         require_served(resolved.config)
     model = divide(model, source, axes)
+    require_known_experts(model, axes.topology.world)
     builder = PartsBuilder(model, resolved, axes, EngineLossScaler, PARAM_ATTRIBUTES)
     inner = inner_optimizer(model, resolved, optimizer, model_parameters, axes.topology.device)
     kind = PipelineEngine if isinstance(model, PipelineModule) else Engine

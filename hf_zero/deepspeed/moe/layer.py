@@ -18,7 +18,7 @@ from torch import nn
 
 from hf_zero.assembly.mesh import CLAIMS
 from hf_zero.config.mesh import EXPERT, Claim
-from hf_zero.core.units.marks import tp_shard_of
+from hf_zero.core.units.marks import is_expert, tp_shard_of
 from hf_zero.deepspeed.moe.gate import TopKGate
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.expert_parallel.apply import OWN
@@ -26,6 +26,7 @@ from hf_zero.expert_parallel.dispatch import combine
 from hf_zero.observe import log_rank0, warn_once
 
 _LIST = "deepspeed_experts"
+_EVERYWHERE = "ep_size_1"  # name of the expert group of layers whose experts every rank holds
 
 
 class OwnExperts(nn.ModuleList):
@@ -223,6 +224,26 @@ def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
     """
     count = next((module.num_experts for module in m.modules() if isinstance(module, MoE)), 0)
     return count > 0, count
+
+
+def require_known_experts(model: nn.Module, ranks: int) -> None:
+    """Refuse parameters that a script has marked as its own experts: DeepSpeed reduces them over the ranks of their group only.
+
+    Args:
+        model: The model, in which the experts of ``MoE`` layers are divided already.
+        ranks: Number of data-parallel ranks.
+
+    Raises:
+        UnsupportedError: A parameter is marked ``allreduce = False`` and no layer of hf_zero holds it.
+    """
+    for name, param in model.named_parameters() if ranks > 1 else ():
+        group = getattr(param, "group_name", None)
+        if is_moe_param(param) and not is_expert(param) and group != _EVERYWHERE:
+            raise UnsupportedError(
+                f"parameter {name} is marked allreduce=False (group_name {group!r}): its values differ between ranks, "
+                "but the engine would take rank 0's and average its gradient over all ranks. Use deepspeed.moe.layer.MoE or "
+                "expert_parallel (docs/experts.md); if every rank holds the same values, delete the mark"
+            )
 
 
 def is_moe_param_group(param_group: dict[str, Any]) -> bool:
