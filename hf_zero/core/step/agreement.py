@@ -17,7 +17,7 @@ from torch import nn
 from hf_zero.comm.collectives import Collectives, as_sent
 from hf_zero.core.units.grouping import NamedParam
 from hf_zero.core.units.layout import FROZEN
-from hf_zero.core.units.tp_shard import is_expert, whole_shape
+from hf_zero.core.units.marks import is_expert, whole_shape
 from hf_zero.core.units.unit import full_shape
 from hf_zero.errors import StateError
 from hf_zero.memory.host_memory import mapped_files
