@@ -28,9 +28,11 @@ from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.observe import log_rank0, span
 from hf_zero.system import signals
 
-# Values in the vote of a step that are more than "gradients were written" (1):
-_ADDED = 2  # a backward has added to a gradient that a script had written
-_REFUSED = 3  # a script has written values to a parameter that cannot accept them
+# Values in the vote of a step; the largest of all ranks counts:
+_CHANGED = 1  # the norm of the gradients as they are now is not known
+_WRITTEN = 2  # a script has written gradients
+_ADDED = 3  # a backward has added to a gradient that a script had written
+_REFUSED = 4  # a script has written values to a parameter that cannot accept them
 
 
 @dataclass(frozen=True)
@@ -220,15 +222,16 @@ class Stepper:
         if self.everyone is self.collectives.data:  # stages of a pipeline have units of their own
             alike.append(look.alike())
         alike.append(self.trained.alike())  # also removes tensors that a script has added to the groups
-        written = _REFUSED if look.refused else _ADDED if self.reducer.added_to else int(have_written(self.reducer))
-        answers = [written, signals.heard(), int(self.trained.waits()), int(self._has_changed())]
+        written = _WRITTEN if have_written(self.reducer) else _CHANGED if self._has_changed() else 0
+        written = _REFUSED if look.refused else _ADDED if self.reducer.added_to else written
+        answers = [written, signals.heard(), int(self.trained.waits())]
         if self.everyone.world > 1:
             answers = agree(self.everyone, [*alike, same_groups(self.optimizer.inner), same_clipping(self.settings.max_norm)], answers)
         if answers[0] == _REFUSED:
             look.refuse(self.everyone)
         if answers[0] == _ADDED:
             refuse_added(self.reducer, self.everyone)
-        return Agreed(bool(answers[0]), answers[1], bool(answers[2]), bool(answers[3]))
+        return Agreed(answers[0] >= _WRITTEN, answers[1], bool(answers[2]), answers[0] >= _CHANGED)
 
     def _has_changed(self) -> bool:
         """Return whether ``measure`` has not taken the norm of the gradients as they are now; local."""
@@ -309,7 +312,7 @@ class Stepper:
             return StepResult(torch.tensor(math.nan), False, signal=agreed.signal, groups=0)
         with span("norm"):
             loss = watch.loss_message(self.collectives.topology.device) if watch is not None else None
-            if self._measured is None or loss is not None or agreed.changed or agreed.written or trained_of(self.optimizer.units) != before:
+            if self._measured is None or loss is not None or agreed.changed or trained_of(self.optimizer.units) != before:
                 scaled_norm = self.norm_of(shards, loss)
             else:
                 scaled_norm = self._measured.norm
