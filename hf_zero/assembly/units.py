@@ -82,6 +82,7 @@ class UnitBuilder:
         Raises:
             StateError: The ranks have different models or optimizers.
         """
+        _refuse_scripted(self.module)
         device = self.collectives.topology.device
         kept = self.kept()
         packed = packed_weights(self.module)
@@ -257,6 +258,20 @@ def _refuse_complex(members: Iterable[NamedParam]) -> None:
         )
 
 
+def _refuse_scripted(module: nn.Module) -> None:
+    """Raise for modules that ``torch.jit.script`` has made, on which torch allows no hooks.
+
+    Raises:
+        UnsupportedError: There are such modules; the message names the first.
+    """
+    for name, part in module.named_modules():
+        if type(part) is torch.jit.RecursiveScriptModule:
+            raise UnsupportedError(
+                f"{name or 'the model'} was made by torch.jit.script, which allows no hooks on modules: pass the original module, or "
+                "compile it with torch.compile"
+            )
+
+
 def _refuse_shared_memory(module: nn.Module, members: Iterable[NamedParam]) -> None:
     """Raise if a trained parameter has memory in common with another parameter or a buffer (``head.weight.data = embed.weight.data``).
 
@@ -267,11 +282,18 @@ def _refuse_shared_memory(module: nn.Module, members: Iterable[NamedParam]) -> N
     """
     trained = {member.name for member in members if member.group != FROZEN}
     held = {member.name: member.param for member in members if find_unit(member.param) is None and not is_wrapped(member.param)}
+    kept = {
+        f"{path}.{name}".lstrip("."): value  # attributes that are neither, such as a transposed view for the forward
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if type(value) is torch.Tensor
+    }
     spans = []
-    for name, tensor in (*held.items(), *module.named_buffers()):
-        if tensor.numel() and not tensor.is_meta and tensor.layout is torch.strided and tensor.is_contiguous():
-            start = tensor.data_ptr()
-            spans.append((start, start + tensor.nbytes, name))
+    for name, tensor in (*held.items(), *module.named_buffers(), *kept.items()):
+        if tensor.numel() and not tensor.is_meta and tensor.layout is torch.strided:
+            reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            if reach == tensor.numel():  # no gaps, in which another tensor may lie
+                spans.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name))
     furthest, before = 0, ""  # end of the tensors so far, and the name of the one that ends there
     for start, stop, name in sorted(spans):
         if start < furthest and (name in trained or before in trained):

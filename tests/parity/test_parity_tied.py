@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from tests.support import ranks
 from tests.support.models import CASES, CLASSES, LENGTH, Batch, Block, class_loss
-from tests.support.parity import Run, check_training, initialize
+from tests.support.parity import SMALL_MODEL, Run, check_training, initialize
 from tests.support.rows import slow_but, thinned
 
 STAGES = (0, 1, 2, 3)
@@ -114,7 +114,10 @@ def _memory_in_common() -> None:
         for trained, shadow in ((True, False), (True, True), (False, False)):
             model = nn.ModuleDict({"embed": nn.Embedding(6, 4), "head": nn.Linear(4, 6, bias=not shadow), "top": nn.Linear(6, 2)})
             if shadow:
-                model["head"].register_buffer("copy", model["embed"].weight.data)
+                if stage % 2:
+                    model["head"].register_buffer("copy", model["embed"].weight.data)
+                else:
+                    model["head"].copy = model["embed"].weight.data.t()
                 other = "head.copy"
             else:
                 model["head"].weight.data = model["embed"].weight.data
@@ -130,5 +133,30 @@ def _memory_in_common() -> None:
                 hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0].destroy()
 
 
+def _scripted_parts() -> None:
+    """A traced part trains, a scripted one is refused by name."""
+    import hf_zero
+    from hf_zero.errors import UnsupportedError
+
+    for stage in (1, 3):
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage, **SMALL_MODEL}}
+        for kind in ("trace", "script"):
+            part = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+            model = nn.Sequential(nn.Linear(4, 4), torch.jit.trace(part, torch.ones(1, 4)) if kind == "trace" else torch.jit.script(part))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            if kind == "script":
+                with pytest.raises(UnsupportedError, match=r"^1 was made by torch\.jit\.script"):
+                    hf_zero.initialize(model=model, optimizer=optimizer, config=config)
+                continue
+            before = part[0].weight.detach().clone()
+            engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+            engine.backward(engine(torch.ones(2, 4)).sum())
+            engine.step()
+            with hf_zero.zero.GatheredParameters(list(model.parameters())):
+                assert not torch.equal(model.get_parameter("1.0.weight"), before)
+            engine.destroy()
+
+
 def test_memory_in_common_is_refused_by_name() -> None:
     ranks.run_ranks(_memory_in_common, 2)
+    ranks.run_ranks(_scripted_parts, 2)

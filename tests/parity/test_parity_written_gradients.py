@@ -14,6 +14,8 @@ from torch import nn
 import hf_zero
 from hf_zero.errors import StateError
 from tests.support import ranks
+from tests.support.models import CASES, class_loss
+from tests.support.rows import slow_but
 
 STEPS, CLIP = 3, 0.5
 
@@ -309,3 +311,45 @@ def _set_between() -> None:
 
 def test_a_gradient_set_between_micro_steps_replaces_those_before() -> None:
     ranks.run_ranks(_set_between, 2)
+
+
+def _hooks_after_the_engine(stage: int) -> None:
+    """Hooks that a script registers on parameters after ``initialize`` run before their gradients are taken, from the first backward on."""
+    for accumulation in (1, 2):
+        models = [CASES["mlp"].build().to(ranks.device()) for _ in range(2)]
+        plain = torch.optim.SGD(models[0].parameters(), lr=0.1)
+        zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+        config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": accumulation, "zero_optimization": zero}
+        config["gradient_clipping"] = 0.0
+        optimizer = torch.optim.SGD(models[1].parameters(), lr=0.1)
+        engine = hf_zero.initialize(model=models[1], optimizer=optimizer, config=config)[0]
+        seen: list[str] = []
+
+        def halve(name: str, param: nn.Parameter, seen: list[str] = seen) -> None:
+            assert param.grad is not None
+            seen.append(name)
+            param.grad.mul_(0.5)
+
+        for name, param in models[1].named_parameters():
+            if "bias" not in name:
+                param.register_post_accumulate_grad_hook(partial(halve, name))
+        for name, param in models[0].named_parameters():
+            if "bias" not in name:
+                param.register_hook(lambda grad: 0.5 * grad)
+        for step in range(2):
+            for micro in range(accumulation):
+                for rank in range(ranks.world()):
+                    (class_loss(models[0], CASES["mlp"].rows(step, micro, rank)) / ranks.world() / accumulation).backward()
+                engine.backward(class_loss(engine, CASES["mlp"].rows(step, micro, ranks.rank())))
+                engine.step()
+            plain.step()
+            plain.zero_grad()
+        assert len(seen) == 2 * accumulation * sum("bias" not in name for name, _ in models[1].named_parameters())
+        with hf_zero.zero.GatheredParameters(list(models[1].parameters())):
+            torch.testing.assert_close(list(models[1].parameters()), list(models[0].parameters()), rtol=1e-5, atol=1e-6)
+        engine.destroy()
+
+
+@pytest.mark.parametrize("stage", slow_but((0, 1, 2, 3), 2, 3))
+def test_hooks_of_a_script_on_parameters(stage: int) -> None:
+    ranks.run_ranks(_hooks_after_the_engine, 2, stage)

@@ -58,6 +58,7 @@ class BackwardPhase:
         self._collects = False  # whether the running backward gives parameters gradients
         self._differentiable = False  # whether the running backward builds a graph of itself (``create_graph``)
         self._held: list[tuple[Unit, bool]] = []  # units that are whole until the backward of such a graph, and whether they were before
+        self._left: list[tuple[UnitGradients, int]] = []  # gradients that hooks of the script are to see first
         self._looked = False  # whether the running backward has looked ahead
         self.outputs = WatchedOutputs(root)
         self._part_hook = _hook_of_parts(ref(self))
@@ -74,7 +75,10 @@ class BackwardPhase:
             if param is not None:
                 requires = param.requires_grad
                 param.requires_grad_(True)  # required for the hook; a parameter frozen after its gradient arrived may train again
-                self._handles[id(entry.unit), index] = param.register_post_accumulate_grad_hook(self._collector(entry, index))
+                number: list[int] = []
+                handle = param.register_post_accumulate_grad_hook(self._collector(entry, index, number))
+                self._handles[id(entry.unit), index] = handle
+                number.append(handle.id)
                 param.requires_grad_(requires)
 
     def let_go(self, unit: Unit, index: int) -> None:
@@ -83,8 +87,12 @@ class BackwardPhase:
         if handle is not None:
             handle.remove()
 
-    def _collector(self, entry: UnitGradients, index: int) -> Callable[[torch.Tensor], None]:
-        """Return the hook of a parameter.
+    def _collector(self, entry: UnitGradients, index: int, number: list[int]) -> Callable[[torch.Tensor], None]:
+        """Return the hook of a parameter, which is registered under ``number[0]``.
+
+        [Note: hooks of a script] A script may register hooks on the same parameter, which read and change ``param.grad``. Those that it
+        has registered later run after this one. When this hook finds such hooks for the first time, it moves itself behind them, and
+        leaves this gradient until the end of the backward, when they have run.
 
         [Note: hooks of autograd hold nothing] torch keeps hooks of tensors where Python's garbage collector cannot see them. If a hook had
         a reference to its engine, and so to the parameter that it is registered on, a model would never be freed.
@@ -105,10 +113,21 @@ class BackwardPhase:
                     param.grad = grad
             if not phase.begun:
                 phase._notice()
-            if phase.reducer is not None:
+            hooks: Any = param._post_accumulate_grad_hooks
+            if next(reversed(hooks)) != number[0] and number[0] in hooks:
+                hooks[number[0]] = hooks.pop(number[0])  # autograd ignores ``move_to_end``
+                phase._left.append((entry, index))
+            elif phase.reducer is not None:
                 phase.reducer.collect(entry, index)
 
         return collect
+
+    def _collect_left(self) -> None:
+        """Collect the gradients that hooks of the script were to see first, see [Note: hooks of a script]."""
+        left, self._left = self._left, []
+        for entry, index in left:
+            if self.reducer is not None:
+                self.reducer.collect(entry, index)
 
     def detach(self) -> None:
         """Remove the hooks of parameters."""
@@ -307,6 +326,7 @@ class BackwardPhase:
     def _join(self, error: str) -> str:
         """Issue the unshards and reductions of this backward that remain on any rank; collective. Return the errors of other ranks."""
         with span("end_backward"), outside_transforms():
+            self._collect_left()
             SharedBackward.close_all()
             if self.schedule is not None:
                 self.schedule.end_backward()
@@ -350,6 +370,7 @@ class BackwardPhase:
         self.begun = self.mixed = self._collects = self._looked = self._differentiable = False
         SharedBackward.leave(self)
         self._stack.clear()
+        self._left = []
         self.outputs.clear()
         for block in self._blocks:
             block.reset()

@@ -132,8 +132,7 @@ def modules_kept_unsharded(model: nn.Module) -> dict[str, nn.Module]:
     """
     found = {}
     for name, module in model.named_modules():
-        encoder = module._modules.get("prompt_encoder")
-        if encoder is not None and hasattr(type(module), "get_prompt_embedding_to_save"):
+        if hasattr(type(module), "get_prompt_embedding_to_save") and (encoder := module._modules.get("prompt_encoder")) is not None:
             found[f"{name}.prompt_encoder".lstrip(".")] = encoder
     return found
 
