@@ -158,13 +158,13 @@ FAULTS: tuple[Fault, ...] = (
         ("gradients are not cleared", "        self.reducer.clear()\n", "", (TRACE, MATRIX)),
         (
             "updated shards are not waited for",
-            "                    if spread is not None:\n                        spread.wait()",
-            "                    if spread is None:\n                        break",
+            "                if spread is not None:\n                    spread.wait()",
+            "                if spread is None:\n                    break",
             (TRACE, MATRIX),
         ),
         (
             "whole blocks stay stale over an update",
-            "                self.runtime.reshard_for_update()\n",
+            "        self.runtime.reshard_for_update()\n",
             "",
             (TRACE,),
         ),

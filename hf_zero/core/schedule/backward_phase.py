@@ -122,13 +122,6 @@ class BackwardPhase:
 
         return collect
 
-    def _collect_left(self) -> None:
-        """Collect the gradients that hooks of the script were to see first, see [Note: hooks of a script]."""
-        left, self._left = self._left, []
-        for entry, index in left:
-            if self.reducer is not None:
-                self.reducer.collect(entry, index)
-
     def detach(self) -> None:
         """Remove the hooks of parameters."""
         for handle in self._handles.values():
@@ -326,7 +319,10 @@ class BackwardPhase:
     def _join(self, error: str) -> str:
         """Issue the unshards and reductions of this backward that remain on any rank; collective. Return the errors of other ranks."""
         with span("end_backward"), outside_transforms():
-            self._collect_left()
+            reducer, left, self._left = self.reducer, self._left, []
+            if reducer is not None:
+                for entry, index in left:  # [Note: hooks of a script]
+                    reducer.collect(entry, index)
             SharedBackward.close_all()
             if self.schedule is not None:
                 self.schedule.end_backward()
