@@ -171,8 +171,8 @@ def _explain(options: argparse.Namespace) -> int:
         if options.tp is None:
             options.usage_error("the following arguments are required: config (or --model and --tp)")
         return 0
+    from hf_zero.config.auto import infer_sources_from_model
     from hf_zero.config.resolve import analyse
-    from hf_zero.config.sources import infer_sources_from_model
     from hf_zero.config.table import rows_of
 
     sources = dict(options.source)

@@ -19,7 +19,7 @@ from hf_zero.system import own_files
 from hf_zero.system.folder import Folder
 
 if TYPE_CHECKING:
-    from hf_zero.config.schema.monitors import Comet, CsvMonitor, Tensorboard, Trackio, Wandb
+    from hf_zero.config.schema.monitoring import Comet, CsvMonitor, Tensorboard, Trackio, Wandb
 
 
 class EventWriter:

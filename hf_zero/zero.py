@@ -1,7 +1,6 @@
 """The public names of stage 3, as ``deepspeed.zero`` has them."""
 
-from hf_zero.core.schedule.external_parameters import register_external_parameter, unregister_external_parameter
-from hf_zero.core.schedule.gathered_parameters import GatheredParameters
+from hf_zero.core.schedule.gathered_parameters import GatheredParameters, register_external_parameter, unregister_external_parameter
 from hf_zero.deepspeed.param_attributes import ZeroParamStatus, ZeroParamType
 from hf_zero.deepspeed.zero_init import Init
 

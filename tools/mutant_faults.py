@@ -204,7 +204,7 @@ FAULTS: tuple[Fault, ...] = (
         ),
     ),
     *_in(
-        "core/step/loss_scale.py",
+        "core/step/precision.py",
         ("hysteresis counts one more", "if self._tolerance > 1:", "if self._tolerance >= 1:", (SCALE,)),
         ("the scale grows a step early", "counted = self._good_steps - 1", "counted = self._good_steps", (SCALE,)),
         ("the scale falls below its least", "max(self.scale / FACTOR, self.min_scale)", "self.scale / FACTOR", (SCALE,)),

@@ -205,11 +205,11 @@ def _ratio(first: list[float], second: list[float]) -> str:
 
 
 TEXT = """Seconds of the slowest rank, medians of {rounds} rounds; GPT-2 with {layers} layers of width {width} and vocabulary {vocab},
-bf16 with fp32 masters and both moments of Adam, {world} gloo ranks. **save**: until everything is on the disk. **stall**: time that a
-background save stops training; **rest**: until it is on the disk. **disk**, **direct**: the same bytes written with `fsync`, through
-and past the page cache. **copy**: a rank's masters and moments copied in memory. Ratios are medians over rounds, with the range.
-DeepSpeed does not force its files to the disk. **load** follows the save: hf_zero reads from the disk, the others from memory.
-**extra**: host memory that a save adds; **read**: bytes read by a rank relative to its share. Targets in parentheses."""
+bf16 with fp32 masters and both moments of Adam, {world} gloo ranks. **save**: until everything is on the disk. **stall**, **rest**: of a
+background save, time that stops training, and the rest. **disk**, **direct**: the same bytes written with `fsync`, through and past the
+page cache. **copy**: a rank's masters and moments copied in memory. DeepSpeed does not force its files to the disk. **load**: hf_zero
+reads from the disk, the others from memory. **extra**: host memory that a save adds; **read**: bytes read by a rank relative to its
+share. Targets in parentheses."""
 
 
 def parse() -> argparse.Namespace:

@@ -25,10 +25,10 @@ from benchmarks.common.processes import free_port
 from benchmarks.common.tables import ResultTable
 
 WAYS = ("reduce, direct", "reduce, all-to-all", "reduce, gloo", "gather, direct", "gather, gloo", "gather, all-to-all")
-TEXT = """`benchmarks/collectives/gloo_ranks.py`: milliseconds of processor time of all ranks together for one unit of so many KiB,
-fp32; the least of {rounds} rounds; one machine, one thread per rank. **direct**: a send and a receive for each peer, sums in rank order.
-**all-to-all**: one call, the same bits. **gloo**: its own reduce-scatter, which sums in another order, and its own ring. hf_zero
-gathers directly, and reduces directly up to 16 ranks, by all-to-all above."""
+TEXT = """Milliseconds of processor time of all ranks together for one unit of so many KiB, fp32; the least of {rounds} rounds; one
+machine, one thread per rank. **direct**: a send and a receive for each peer, sums in rank order. **all-to-all**: one call, the same bits.
+**gloo**: its own reduce-scatter (other bits) and ring. hf_zero gathers directly, and reduces directly up to 16 ranks, by all-to-all
+above."""
 
 
 def _rank(rank: int, world: int, port: int, sizes: list[int], rounds: int, answers: Any) -> None:

@@ -134,7 +134,7 @@ def main() -> int:
     ]
     columns = ("optimizer", "first step", f"step {middle}", f"mean of the last {LAST}", "to Adam's")
     text = (
-        f"`benchmarks/collectives/onebit_convergence.py` trains GPT-2 (4 layers of width 128, bytes of docstrings) on "
+        f"GPT-2 (4 layers of width 128, bytes of docstrings) on "
         f"{arguments.ranks} ranks for {arguments.steps} steps with Adam and with 1-bit Adam, {middle} steps "
         "of warm-up; both see the same tokens."
     )

@@ -302,12 +302,9 @@ def main() -> int:
                     arguments.raw.write_text(json.dumps([vars(entry) for entry in found]))
     speeds = packing()
     text = (
-        "`benchmarks/collectives/onebit_link.py` trains GPT-2 (24 M parameters, fp32, batch 2 x 128 tokens a rank) with every rank in "
-        "a network namespace of its own behind a link of the given speed (veth, bridge, `tc tbf` both ways). A step is as long as the "
-        "slowest rank's median; bytes are what the interface of a rank counted, Ethernet headers and acknowledgements included. All "
-        "ranks share the CPUs of one machine. PowerSGD (rank 1) has one bucket, "
-        "because several get into each other's way on gloo. Of one thread, "
-        f"{speeds}."
+        "GPT-2 (24 M parameters, fp32, batch 2 x 128 tokens a rank) with every rank in a network namespace behind a link of the given "
+        "speed (`tc tbf` both ways). A step is as long as the slowest rank's median; bytes are counted by the interface of a rank, "
+        f"headers included. PowerSGD (rank 1) has one bucket. Of one thread, {speeds}."
     )
     command = (
         "python -m benchmarks.collectives.onebit_link --json benchmarks/results/onebit_link.json --plot docs/onebit-link.png   # as root"

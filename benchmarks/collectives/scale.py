@@ -36,12 +36,11 @@ PEER_OF = {
 }
 CONTENDERS = tuple(PEER_OF)
 Cases = dict[str, dict[str, Any]]  # contender, world, blocks and kind of measurement -> numbers
-TEXT = """`benchmarks/collectives/scale.py`: rank 0 of a pretended world, bf16, blocks of a transformer's 12 parameters of width {width},
-one micro-step, every block gathered in forward and in backward. Milliseconds of processor time of a step, the least of {steps}, **without
-the time of torch's `fake` back end**, for worlds of {worlds}; **back end**: what was subtracted in the largest. **kept**: bytes that
-Python holds in the largest world beyond the smallest; **ours**: those allocated by hf_zero. **messages**: collectives of a step.
-`-node`: `mics_shard_size` 8, `-hpz`: `zero_hpz_partition_size` 8, `-hsdp`: FSDP2 over replicas x 8. FSDP2 pads parameters that have
-fewer rows than there are ranks."""
+TEXT = """Rank 0 of a pretended world, bf16, blocks of a transformer's 12 parameters of width {width}, one micro-step, every block
+gathered twice. Milliseconds of processor time of a step, the least of {steps}, **without the time of torch's `fake` back end**, for
+worlds of {worlds}; **back end**: what was subtracted in the largest. **kept**: bytes of Python beyond the smallest world; **ours**: of
+hf_zero. **messages**: collectives of a step. `-node`: `mics_shard_size` 8, `-hpz`: `zero_hpz_partition_size` 8, `-hsdp`: FSDP2 over
+replicas x 8. FSDP2 pads parameters that have fewer rows than there are ranks."""
 
 
 def key(contender: str, world: int, blocks: int, what: str) -> str:

@@ -292,12 +292,11 @@ def text_of(rounds: int, failed: list[Measured]) -> str:
     """Return the text above the table."""
     size = f"{parameters() / 1e6:.1f} M parameters, bf16, batch {SIZE['batch']} x {SIZE['length']} tokens a rank"
     text = (
-        f"`benchmarks/collectives/two_nodes.py` trains a decoder ({size}) on {NODES} nodes of {PER_NODE} ranks: network namespaces, "
-        f"each behind a link of the given speed (veth, packets of {MTU} bytes, `tc tbf` both ways). Stage 3 and FSDP2 reshard "
-        f"after forward. {rounds} rounds; a step is as long as the slowest rank's. *To stage 3*: median over rounds of stage 3's time "
-        "relative to the contender's; *to the peer*: the same with the fastest other library that keeps and sends the same. "
-        "Bytes: counted by the interface of the busier node, headers and votes included; the last column is in units of 2 bytes "
-        "a parameter. All ranks share the CPUs of one machine, which matters at 1gbit."
+        f"A decoder ({size}) on {NODES} nodes of {PER_NODE} ranks: network namespaces, each behind a link of the given speed (`tc tbf` "
+        f"both ways). Stage 3 and FSDP2 reshard after forward. {rounds} rounds; a step is as long as the slowest rank's. *To stage 3*: "
+        "stage 3's time relative to the contender's; *to the peer*: the same with the fastest other library that keeps and sends the "
+        "same. Bytes: counted by the interface of the busier node; the last column is in units of 2 bytes a parameter. All ranks share "
+        "the CPUs of one machine, which matters at 1gbit."
     )
     if failed:
         text += " Not run: " + "; ".join(f"{entry.label} (`{entry.failed}`)" for entry in failed) + "."

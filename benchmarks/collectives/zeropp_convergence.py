@@ -244,7 +244,7 @@ def table(known: Runs, arguments: argparse.Namespace) -> ResultTable:
     text = (
         f"`benchmarks/collectives/zeropp_convergence.py` trains {sizes}, {layers} layers of width {width}, on bytes of docstrings "
         f"in bf16 at stage 3, {arguments.ranks} ranks, {arguments.steps} steps, all parameters sharded. {_seeds(arguments)} "
-        f"Bytes are what the loopback interface counted in the last {LAST} steps, headers included."
+        f"Bytes are those of the last {LAST} steps, counted by the loopback interface."
     )
     name = "zeropp_convergence" + ("" if arguments.size == parse([]).size else f"_{arguments.size}")
     given = "" if arguments.size == parse([]).size else f" --size {arguments.size}"

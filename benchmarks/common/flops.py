@@ -25,8 +25,8 @@ PEAKS = {
     "MI300X": 1307.0,
 }
 HOW = (
-    "MFU: 6 N + 12 L d s FLOPs a token (N parameters without the table of input embeddings, L layers of width d, s tokens a sample; "
-    "attention whole, nothing for recomputation)"
+    "MFU: 6 N + 12 L d s FLOPs a token (N parameters without input embeddings, L layers of width d, s tokens a sample; "
+    "nothing for recomputation)"
 )
 
 

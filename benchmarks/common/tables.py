@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import resource
 import time
 from collections.abc import Sequence
@@ -94,16 +95,23 @@ _BEGAN = _clocks()
 _QUIET = 0.1  # fraction of the CPUs
 
 
-def markdown(result: dict[str, Any]) -> str:
-    """Return one result file as a section of the page."""
+def markdown(result: dict[str, Any], usual: str = "") -> str:
+    """Return one result file as a section of a page; ``usual`` describes the machine that is not named again."""
     where = result["machine"]
-    lines = [f"## {result['title']}", "", result["text"], "", f"```bash\n{result['command']}\n```", ""]
+    command = re.sub(r" --(?:json|plot) (?:benchmarks/results|docs)/\S+| --save\b", "", result["command"])  # to print the table is enough
+    lines = [f"## {result['title']}", "", result["text"], "", f"```bash\n{command}\n```", ""]
     lines += ["| " + " | ".join(result["columns"]) + " |", "|---" + "|---:" * (len(result["columns"]) - 1) + "|"]
     lines += ["| " + " | ".join(row) + " |" for row in result["rows"]]
     beside = where.get("others", 0.0)
-    busy = f" Other programs had {100 * beside:.0f} % of the CPUs: seconds are larger for it." if beside > _QUIET else ""
+    busy = f" Other programs took {100 * beside:.0f} % of the CPUs." if beside > _QUIET else ""
     took = f", in {where['minutes']:g} minutes" if "minutes" in where else ""
-    lines += ["", f"{where['device']}, torch {where['torch']}, Python {where['python']}, {where['when']}{took}.{busy}"]
+    device = described(where)
+    lines += ["", f"{'' if device == usual else device + ', '}{where['when']}{took}.{busy}"]
     if result["figure"]:
         lines += ["", f"![{result['title']}]({result['figure']})"]
     return "\n".join(lines) + "\n"
+
+
+def described(where: dict[str, Any]) -> str:
+    """Return a machine, as ``machine`` found it, in words."""
+    return f"{where.get('device') or str(where['cpus']) + ' CPUs'}, torch {where['torch']}, Python {where['python']}"

@@ -26,10 +26,10 @@ from torch import nn
 from benchmarks.common.tables import ResultTable
 
 CONTENDERS = ("plain", "gathered", "block by block")
-TEXT = """A model of {parameters:.0f} M parameters in {dtype}, {world} ranks, {rows} prompts of {prompt} tokens per rank, greedy,
-{rounds} rounds. **plain**: the ordinary model on every rank. **gathered**: stage 3 with `hf_zero.gather_for_generation: true`. **block
-by block**: `false`. Even: {new} new tokens on every rank. Uneven: the last rank makes a quarter of them; seconds until the first rank
-and until all ranks have returned. Ratio: median of the time relative to the plain model's in the same round."""
+TEXT = """A model of {parameters:.0f} M parameters in {dtype}, {world} ranks, {rows} prompts of {prompt} tokens per rank, greedy, {rounds}
+rounds. **plain**: the ordinary model on every rank. **gathered**: stage 3 with `hf_zero.gather_for_generation: true`. **block by block**:
+`false`. Even: {new} new tokens on every rank. Uneven: the last rank makes a quarter of them; seconds until the first and until all ranks
+return. Ratio: to the plain model's time."""
 
 
 def build(arguments: argparse.Namespace) -> nn.Module:

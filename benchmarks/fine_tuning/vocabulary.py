@@ -31,8 +31,7 @@ from benchmarks.common.tables import ResultTable
 TEXT = """A Llama of {layers} layers, width {width}, a feed-forward layer of {inner} and {vocab} words in its vocabulary, in fp32;
 {tokens} tokens per rank, whose logits take {logits:.0f} MiB. Bytes that forward and backward add at their peak. **plain**: one process
 without an engine; **stage 3**: 2 ranks. **TiledFusedLogitsLoss** in {tiles} tiles, **TiledMLP** too; **TRL**: the fused head of its
-trainers, tiles of 4096 tokens and 32768 words. Ratio: relative to the full logits, in the same column. Seconds: one step, on a busy
-machine."""
+trainers, tiles of 4096 tokens and 32768 words. Ratio: to the full logits. Seconds: one step, on a busy machine."""
 Way = Callable[[Any, Any, torch.Tensor, int], torch.Tensor]
 
 

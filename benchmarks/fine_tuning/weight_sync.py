@@ -30,7 +30,7 @@ TEXT = """A Llama of {parameters:.0f} M parameters in bf16 at stage 3, {world} r
 it gets. **parameter by parameter**: a loop over `GatheredParameters([param])`. **in messages**: tensors are kept until a message of
 {bucket:.0f} MiB is full. **all at once**: `GatheredParameters` of the model. **iter_full_params**: buckets of {bucket:.0f} MiB.
 **FSDP2**: `full_tensor()` of each parameter. LoRA: r = 16 on all linear layers, merged on the way. Memory: growth of rank 0's resident
-memory. Ratio: median of the time relative to `iter_full_params` in the same round."""
+memory. Ratio: to the time of `iter_full_params`."""
 Contender = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 
 

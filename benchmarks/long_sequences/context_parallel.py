@@ -29,9 +29,9 @@ TITLES = {
     "fsdp2": "accelerate: FSDP2 with cp_size",
 }
 TEXT = """A Llama ({layers} layers, {width} wide, {heads} heads, half as many key heads, vocabulary {vocab}, fp32) at ZeRO stage 1 on
-{ranks} gloo ranks of one thread, which share each sequence; one rank has it alone. Seconds: medians of {rounds} rounds of {steps} steps, in
-turns; ratios within a round (least to most). Sent: what attention of a layer sends in a step, forward and backward, counted, and by the
-formulas of [sequence-parallel.md](sequence-parallel.md#context-parallelism). Memory: what tensors of a step add at their peak."""
+{ranks} gloo ranks of one thread, which share each sequence; one rank has it alone. Seconds: medians of {rounds} rounds of {steps} steps,
+in turns; ratios within a round (least to most). Sent: bytes of a layer's attention in a step, counted, and by the formulas of
+[sequence-parallel.md](sequence-parallel.md#context-parallelism). Memory: what tensors of a step add at their peak."""
 
 
 def sent_by_formula(package: str, size: dict[str, int], length: int, ranks: int) -> int:

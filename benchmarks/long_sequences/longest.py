@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.tables import ResultTable
-from hf_zero.plan.cluster import Cluster, Load
 from hf_zero.plan.command import settled
 from hf_zero.plan.costs import extrapolated
-from hf_zero.plan.model_wish import ModelWish
+from hf_zero.plan.inputs import Cluster, Load, ModelWish
 from hf_zero.plan.workers import Task
 from hf_zero.system.sizes import bytes_of
 

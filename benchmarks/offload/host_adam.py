@@ -176,11 +176,11 @@ def main() -> int:
         title="Adam in host memory",
         command="python -m benchmarks.offload.host_adam --peer-python /path/to/venv/bin/python --save",
         text=f"One AdamW step over {arguments.count / 2**20:.0f} Mi parameters; median of {arguments.rounds} rounds in which every "
-        f"contender steps once. Kernels: {status().isa or 'torch reference'}. "
-        "**Bandwidth** is that of an in-place addition just before each step, "
-        "**share** what a step moves of it: 28 bytes a parameter, 20 with bf16 moments. **Mixed**: bf16 gradient, unscale and clip factor, "
-        "bf16 parameter written; the peers cast before and after, hf_zero does all in one pass. **Ratio** is the contender's time "
-        "to hf_zero's in the same round. **In cache**: the same step over 128 Ki parameters, best of 300: what the arithmetic takes where "
+        f"contender steps once. Kernels: {status().isa or 'torch reference'}. **Bandwidth**: of an in-place addition just before each "
+        "step; **share**: what a step (28 bytes a parameter, 20 with bf16 moments) reaches of it. **Mixed**: bf16 gradient, unscale and "
+        "clip factor, bf16 parameter written; the peers cast before and after, hf_zero does all in one pass. **Ratio** is the "
+        "contender's time to hf_zero's in the same round. **In cache**: the same step over 128 Ki parameters, best of 300: what the "
+        "arithmetic takes where "
         "memory costs nothing, and the least that a thread can reach.",
         columns=["contender", "ns per parameter", "bandwidth GB/s", "share", "ratio"],
         rows=rows,

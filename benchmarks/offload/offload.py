@@ -203,16 +203,12 @@ def main() -> int:
         rows = [row for stage in arguments.stages for row in rows_of(*run(arguments, stage, size, nvme))]
         alone.append(seconds_alone(nvme, 12 * numel // WORLD, WORLD, arguments.rounds))
     text = (
-        f"GPT-2 shape, {size['layers']} layers, width {size['width']} ({numel / 1e6:.0f} M parameters), bf16, AdamW, "
-        f"clipping at a norm of 1e6 (never) where nothing is said, {WORLD} gloo ranks of one thread, "
-        f"batch {size['batch']} x {size['length']}; medians of {arguments.rounds} interleaved rounds "
-        f"of {arguments.steps} steps. Masters and moments are {12 * numel / WORLD / 2**20:.0f} MiB per rank. "
-        "The number behind a name is the stage, **ratio** is to the stage without offload; "
-        "overlap is `hf_zero.offload_overlap`, off by itself where the host trains. "
-        "**CPU s/step** is a rank's processor time, the least of all rounds. "
-        "**Own memory** is a rank's anonymous resident memory (`RssAnon`) between steps, imports included. `cpu` moves "
-        f"nothing without an accelerator. The disk alone took {alone[0]:.3f} s before and {alone[1]:.3f} s after the rounds for the "
-        "bytes of `nvme`."
+        f"GPT-2 shape, {size['layers']} layers, width {size['width']} ({numel / 1e6:.0f} M parameters), bf16, AdamW, no clipping unless "
+        f"named, {WORLD} gloo ranks of one thread, batch {size['batch']} x {size['length']}; medians of {arguments.rounds} interleaved "
+        f"rounds of {arguments.steps} steps. Masters and moments are {12 * numel / WORLD / 2**20:.0f} MiB per rank. **Ratio**: to the "
+        "stage without offload; overlap: `hf_zero.offload_overlap`. **CPU s/step**: a rank's processor time, the least of all rounds. "
+        "**Own memory**: a rank's anonymous resident memory between steps. `cpu` moves nothing without an accelerator. The disk alone "
+        f"took {alone[0]:.3f} s before and {alone[1]:.3f} s after the rounds for the bytes of `nvme`."
     )
     columns = ["contender", "s/step", "ratio", "of it in step()", "CPU s/step", "own memory MiB", "difference MiB", "loss"]
     command = "python -m benchmarks.offload.offload --nvme /path/on/a/local/disk"

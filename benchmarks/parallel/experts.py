@@ -31,11 +31,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"kind": "qwen3_moe", "experts": 64, "inner": 128, "choices": 4},
 }
 TEXT = (
-    "A Mixtral (8 experts, {layers} layers, {width} wide) and a Qwen3-MoE (64 experts) in fp32 on {ranks} gloo ranks of one "
-    "thread, one sequence of {length} tokens each, AdamW. Experts are divided over all ranks. Memory: tensors that a step "
-    "adds at its peak. Sent: bytes that a rank sends in a step. Medians of {rounds} interleaved rounds of {steps} steps; "
-    "ratios are relative to hf_zero at the same stage (FSDP2: stage 3), above 1 is slower or more. Theory: weights, moments "
-    "and gradients as the stage divides them, and what autograd saves in plain PyTorch. Empty: not measured."
+    "A Mixtral (8 experts, {layers} layers, {width} wide) and a Qwen3-MoE (64 experts) in fp32 on {ranks} gloo ranks of one thread, one "
+    "sequence of {length} tokens each, AdamW. Experts are divided over all ranks. Memory: tensors that a step adds at its peak. Sent: "
+    "bytes that a rank sends in a step. Medians of {rounds} interleaved rounds of {steps} steps; ratios are relative to hf_zero at the "
+    "same stage (FSDP2: stage 3), above 1 is slower or more. Theory: weights, moments, gradients, and what autograd saves in plain "
+    "PyTorch. Empty: not measured."
 )
 NAME, SECONDS, RATIO = "", "s per step", "ratio (lowest-highest)"
 COLUMNS = [NAME, SECONDS, RATIO, "MiB sent", "MiB held", "ratio", "of theory", "loss"]

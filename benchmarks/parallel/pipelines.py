@@ -168,11 +168,10 @@ def with_peers(arguments: argparse.Namespace) -> ResultTable:
         sent, loss = f"{one.sent / 2**20:.2f}", f"{one.loss:.6f}" if one.loss else ""
         rows.append([one.title, times[0], beside[0], times[1], beside[1], sent, loss])
     text = MODEL.format(**size, world=2) + (
-        "By hand: the model's layers in two modules written for Llama, a `PipelineStage` and a schedule that live for the whole run, "
-        f"fused AdamW. Medians of {arguments.rounds} interleaved rounds of {arguments.steps} steps; ratios are to hf_zero with the same "
-        "schedule in the same round (lowest to highest), above 1 is slower than hf_zero. *On the CPU*: seconds of both ranks together, "
-        "without their waiting; other work changes that less. Sent: what the busier rank writes to its connections in a step. "
-        "transformers' `pp_size` has no backward: both forwards give logits on all ranks."
+        f"By hand: two modules written for Llama, torch's `PipelineStage` and schedule, fused AdamW. Medians of {arguments.rounds} "
+        f"interleaved rounds of {arguments.steps} steps; ratios are to hf_zero with the same schedule (lowest to highest), above 1 is "
+        "slower. *On the CPU*: seconds of both ranks together, without their waiting. Sent: by the busier rank in a step. transformers' "
+        "`pp_size` has no backward."
     )
     command = "python -m benchmarks.parallel.pipelines peers" + _changed(size) + (" --peer-python PYTHON" if arguments.peer_python else "")
     columns = ["", "s", "ratio to hf_zero", "s on the CPU", "ratio to hf_zero", "MiB sent", "loss"]
@@ -241,11 +240,10 @@ def bubbles(arguments: argparse.Namespace) -> ResultTable:
     if arguments.plot:
         draw(shown, arguments.plot)
     text = MODEL.format(**size, world=2) + (
-        "Share of the time from the first part's begin to the last one's end in which a rank computes no part, mean of the ranks, median "
-        f"of {arguments.rounds} steps. *Formula*: (ranks - 1) / (parts x stages a rank + ranks - 1), for schedules that do not divide the "
-        "backward. *Theory*: the recorded order, were a backward twice as long as a forward, its halves for inputs and for weights as long "
-        "as one, and messages free. *With its parts' times*: the same with the median time of each stage's parts. torch's zero-bubble "
-        "schedules compute a backward in two pieces that together take longer than one."
+        f"Share of a step in which a rank computes no part, mean of the ranks, median of {arguments.rounds} steps. *Formula*: (ranks - "
+        "1) / (parts x stages a rank + ranks - 1), for schedules that do not divide the backward. *Theory*: the recorded order, if a "
+        "backward took twice a forward's time and messages none. *With its parts' times*: the same with the median time of each stage's "
+        "parts."
     )
     columns = ["", "stages a rank", "formula", "theory", "with its parts' times", "measured", "s, forward and backward"]
     figure = arguments.plot.name if arguments.plot else ""
@@ -313,9 +311,8 @@ def memory(arguments: argparse.Namespace) -> ResultTable:
             rows.append([f"{world} stages, {parts} parts", *most, f"{max(ours) / max(all_kept):.2f}", *by_rank])
     size = size_of(arguments)
     text = MODEL.format(**{**size, "parts": "2 and more"}, world=" or ".join(map(str, arguments.ranks))) + (
-        "MiB of tensors that forward and backward of a step add at their peak on the rank that has most, by torch's own record: "
-        "activations, messages and gradients. GPipe keeps the activations of all parts, 1F1B those of as many as there are stages behind, "
-        "the first stage most. *Trainer's*: the parts are one micro-batch of a script, which calls forward and backward itself."
+        "MiB of tensors (activations, messages, gradients) that a step adds at its peak on the rank that has most. *Trainer's*: the "
+        "parts are one micro-batch of a script, which calls forward and backward itself."
     )
     columns = ["", "1F1B", "GPipe", "Trainer's", "1F1B to GPipe", "1F1B, by rank", "GPipe, by rank", "Trainer's, by rank"]
     return ResultTable("Memory of activations in a pipeline", "python -m benchmarks.parallel.pipelines memory", text, columns, rows)
@@ -366,11 +363,11 @@ def over_link(arguments: argparse.Namespace) -> ResultTable:
         beside = "" if one is first else ratio(one.seconds, first.seconds)
         rows.append([one.title, f"{statistics.median(one.seconds):.3f}", beside, f"{one.sent / 1e6:.2f}", f"{one.loss:.6f}"])
     text = MODEL.format(**size, world=2) + (
-        f"Each rank in a network namespace behind a link of {RATE} (veth, packets of {MTU} bytes, `tc tbf` both ways). DDP and ZeRO give "
-        "each rank half of the parts. DDP and *no_sync* (`with engine.no_sync()` around all parts but the last) exchange gradients once a "
-        "step, stage 1 by itself once a part, stage 3 parameters too. Medians of "
-        f"{arguments.rounds} interleaved rounds of {arguments.steps} step(s); ratios are to the first line, above 1 is slower. MB: what "
-        "the interface of the busier rank counted as sent in a step, headers included."
+        f"Each rank in a network namespace behind a link of {RATE} (`tc tbf` both ways). DDP and ZeRO give "
+        "each rank half of the parts. DDP and *no_sync* (`with engine.no_sync()` around all parts but the last) exchange gradients once "
+        f"a step, stage 1 by itself once a part, stage 3 parameters too. Medians of {arguments.rounds} interleaved rounds of "
+        f"{arguments.steps} step(s); ratios are to the first line, above 1 is slower. MB: sent in a step by the busier rank, counted by "
+        "its interface."
     )
     columns = ["", "s per step", "ratio (lowest-highest)", "MB sent", "loss"]
     command = "python -m benchmarks.parallel.pipelines link" + (" --peer-python PYTHON" if arguments.peer_python else "") + "   # as root"

@@ -204,9 +204,8 @@ def times(arguments: argparse.Namespace, size: dict[str, int]) -> ResultTable:
         measure(group, arguments, size)
     text = (
         f"{shape_text(size)} per copy of the model, fp32, `AdamW(fused=True)`, gloo, one thread per rank; {arguments.rounds} interleaved "
-        f"rounds of {arguments.steps} steps. **Ratio**: median (and range) over the rounds of hf_zero's time to that contender's in the "
-        "same round; below 1 hf_zero is faster. DTensor's plan is written by hand and splits what hf_zero's plan splits. "
-        "`parallelize_module` has no plan for GPT-2's `Conv1D`."
+        f"rounds of {arguments.steps} steps. **Ratio**: median (and range) of hf_zero's time to that contender's; below 1 hf_zero is "
+        "faster. DTensor's plan is written by hand and splits the same layers. `parallelize_module` has no plan for GPT-2's `Conv1D`."
     )
     command = f"python -m benchmarks.parallel.tensor_parallel --ranks {arguments.ranks}" + (
         " --peer-python /path/to/venv/bin/python" if arguments.peer_python else ""
@@ -224,7 +223,7 @@ def accounts() -> ResultTable:
         "4 L + 2 sums of a at 2 (t-1)/t each, and the gather of the logits. **Data axis**: 8 n (d-1)/d at stage 0, which sums in fp32; "
         "4 n (d-1)/d at 1, 2 and 3, whose blocks stay gathered from forward to backward where there is room. **State**: 14 n, "
         "2 n + 12 n / d, 14 n / d. **Peak** of all tensors within a step against the state and all gradients at once (stage 3: and all "
-        "gathered parameters), without activations. Less: buffers were freed earlier. More: messages of reductions in flight."
+        "gathered parameters), without activations."
     )
     columns = ["ranks, TP, stage", "model axis", "data axis", "state", "peak"]
     command = "python -m benchmarks.parallel.tensor_parallel --accounts"

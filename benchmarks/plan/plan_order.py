@@ -22,7 +22,7 @@ WORLD, GLOBAL_BATCH, LENGTH = 2, 16, 128
 LLAMA = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 688}
 SETTINGS = {**LLAMA, "vocab_size": 2048, "max_position_embeddings": LENGTH}
 WORKER = Path(__file__).with_name("plan_order_worker.py")
-TEXT = """`benchmarks/plan/plan_order.py`: seconds per optimizer step of {global_batch} samples of {length} tokens, Llama (4 layers,
+TEXT = """Seconds per optimizer step of {global_batch} samples of {length} tokens, Llama (4 layers,
 width 256), fp32, AdamW, {world} gloo ranks on one machine, one thread each. **Predicted** by `hf-zero plan --fit`'s roofline with rates
 that were measured on this machine just before; **measured** is the fastest of {rounds} interleaved rounds. Rank correlation (Spearman's):
 **{correlation:.2f}**."""
@@ -50,14 +50,12 @@ def config_of(case: dict[str, Any]) -> dict[str, Any]:
 
 def predicted(cases: Sequence[dict[str, Any]]) -> list[float]:
     """Return the seconds per step of each case, predicted by the roofline."""
-    from hf_zero.plan.cluster import Cluster, Hardware, Load
     from hf_zero.plan.command import settled
-    from hf_zero.plan.costs import costs_of
+    from hf_zero.plan.costs import costs_of, rates_of
+    from hf_zero.plan.inputs import Cluster, Hardware, Load, ModelWish
     from hf_zero.plan.measure import measure
-    from hf_zero.plan.model_wish import ModelWish
     from hf_zero.plan.models import build_model
-    from hf_zero.plan.rates import rates_of
-    from hf_zero.plan.stages import plan_step
+    from hf_zero.plan.workers import plan_step
 
     rates = rates_of({}, measure({}, WORLD, on_host=True), WORLD, on_host=True)
     cluster = Cluster(WORLD, WORLD, on_host=True)

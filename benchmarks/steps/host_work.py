@@ -29,12 +29,11 @@ BARE = "bare"
 PEERS = ("fsdp2", "fsdp2-reshard")
 CONTENDERS = (BARE, "hf_zero-0", "hf_zero-1", "hf_zero-2", "hf_zero-3", "fsdp2", "hf_zero-3-reshard", "fsdp2-reshard")
 TARGET = 0.35  # target: added time relative to FSDP2's
-TEXT = """Milliseconds of processor time per step of one rank in a pretended world of {world}: torch's `fake` process group moves
-nothing, so the work of the host remains. Blocks like a transformer's (12 parameters each) of width {width}, {tokens} tokens,
-{dtype}{masters}, `torch.optim.AdamW(fused=True)`, {clipping}, one thread; medians of {rounds} interleaved rounds of {steps} steps.
-**bare**: the same model on one rank, {bare}. **above bare**: what a contender adds. **of FSDP2**: median of the time relative to
-`fully_shard` per block in the same round (`-reshard`: resharding after forward, `stage3_max_reuse_distance: 0`); target at most
-{target}. **growth**: time per block at the most blocks relative to the fewest."""
+TEXT = """Milliseconds of processor time per step of one rank in a pretended world of {world}: torch's `fake` process group moves nothing.
+Blocks of a transformer's 12 parameters of width {width}, {tokens} tokens, {dtype}{masters}, `torch.optim.AdamW(fused=True)`, {clipping},
+one thread; medians of {rounds} interleaved rounds of {steps} steps. **bare**: the same model on one rank, {bare}. **above bare**: what a
+contender adds. **of FSDP2**: relative to `fully_shard` per block (`-reshard`: resharding after forward); target at most {target}.
+**growth**: time per block at the most blocks relative to the fewest."""
 
 
 def measure(blocks: int, arguments: argparse.Namespace, console: Console) -> dict[str, list[float]]:

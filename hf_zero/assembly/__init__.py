@@ -8,7 +8,7 @@
 ``assembly/`` makes the parts. ``mesh.py``: the sizes of the axes; ``axes.py``: the ranks that shard, split the model, and share sequences
 and experts; ``policies.py``: policies that are computed from several keys (``core/`` gets the configuration only in this form; a feature
 above it, such as ``offload/`` or ``profiling/``, gets its own section); ``networks.py``: the collectives of all axes; ``units.py``,
-``gradients.py``, ``optimizers.py``, ``reports.py``, ``attaching.py``, ``parts.py``: the parts themselves; ``log.py``: the log lines. An
+``gradients.py``, ``optimizers.py``, ``parts.py``: the parts themselves; ``reports.py``: log lines and measurements. An
 optimizer with its own kind of step provides the step, the exchange of gradients and the clipping in one record (``StepKind``).
 ``deepspeed/initialize.py`` calls them in order.
 """

@@ -19,9 +19,9 @@ from hf_zero.expert_parallel.apply import divide_model
 from hf_zero.expert_parallel.find import modules_of_experts
 from hf_zero.expert_parallel.held import mark_again
 from hf_zero.pipeline.apply import divide_layers, plan_pipeline, put_forward
+from hf_zero.sequence_parallel.attention import standing_in, trade_in_attention
 from hf_zero.sequence_parallel.forward import SliceSettings
 from hf_zero.sequence_parallel.state import ContextParallel, SequenceParallel, sequence_groups, sequence_parallel_of
-from hf_zero.sequence_parallel.table import standing_in, trade_in_attention
 from hf_zero.tensor_parallel.own_layers import mark_own_layers
 from hf_zero.tensor_parallel.split import is_split, model_topology, split_model
 

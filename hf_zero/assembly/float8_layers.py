@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.core.units.packed import mark_float8
+from hf_zero.core.units.marks import mark_float8
 from hf_zero.errors import UnsupportedError
 
 _WRAPPER = "WeightWithDynamicFloat8CastTensor"

@@ -24,7 +24,7 @@ from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.precision import PrecisionPolicy
 from hf_zero.core.step.step import StepKind
-from hf_zero.core.units.tp_shard import stages_of
+from hf_zero.core.units.marks import stages_of
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import UnsupportedError
 from hf_zero.offload.policy import Offloading

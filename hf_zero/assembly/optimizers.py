@@ -23,12 +23,11 @@ from hf_zero.core.units.unit import Unit
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.onebit.sharded import OneBitSharded
 from hf_zero.onebit.step import check_topology
-from hf_zero.ops.host_optimizer import HostOptimizer
+from hf_zero.ops.host_optimizers import HostOptimizer
 from hf_zero.optim.elementwise import check_whole_tensors, needs_whole_tensors, require_tested
-from hf_zero.optim.factory import build_optimizer
+from hf_zero.optim.factory import build_optimizer, build_scheduler
 from hf_zero.optim.muon import muon_parameters
 from hf_zero.optim.onebit_adam import OneBitAdam
-from hf_zero.optim.scheduler_factory import build_scheduler
 from hf_zero.optim.schedules import VALID_LR_SCHEDULES
 
 

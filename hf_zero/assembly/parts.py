@@ -1,41 +1,48 @@
-"""Make the parts of one engine from a module and a resolved configuration."""
+"""Make the parts of one engine from a module and a resolved configuration, and attach the engine to its module.
+
+Hooks, ``generate`` and recomputation act from inside the user's model. They are released with the engine (``Runtime.keep``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
+from hf_zero.activation_checkpointing import configure
 from hf_zero.assembly import policies
-from hf_zero.assembly.attaching import attach_generation, attach_hooks, configure_checkpointing
 from hf_zero.assembly.axes import Axes
 from hf_zero.assembly.gradients import GradientsBuilder
-from hf_zero.assembly.joining import Joiner
 from hf_zero.assembly.kept_types import explain_types
 from hf_zero.assembly.networks import Networks
 from hf_zero.assembly.optimizers import scheduler_of, sharded_optimizer, steps_whole_tensors
 from hf_zero.assembly.out_of_memory import OutOfMemory
 from hf_zero.assembly.reports import reports_of
-from hf_zero.assembly.units import UnitBuilder, persist_and_reshard
+from hf_zero.assembly.units import Joiner, UnitBuilder, persist_and_reshard
 from hf_zero.checkpoint.engine_checkpoints import EngineCheckpoints
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.hang_watch import LongWaits
+from hf_zero.comm.topology import Topology
 from hf_zero.config.resolve import ResolvedConfig
+from hf_zero.config.schema.root import ZeroConfig
 from hf_zero.core.engine_parts import EngineParts
+from hf_zero.core.generation import Generation, PlainGeneration, StandsBefore
 from hf_zero.core.holdings import holdings, loose_tensors
 from hf_zero.core.model_init import warn_if_built_whole
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.preemption import Preemption
+from hf_zero.core.schedule.backward_phase import begin_inside
 from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.schedule.schedule import UnshardSchedule
 from hf_zero.core.stages import stage_policy
 from hf_zero.core.step.accumulation import Accumulation
-from hf_zero.core.step.loss_scale import LossScaler
+from hf_zero.core.step.precision import LossScaler
 from hf_zero.core.step.progress import Progress
 from hf_zero.core.step.step import StepKind, Stepper
 from hf_zero.core.step.trained_set import TrainedSet, TrainedUnits
@@ -43,8 +50,11 @@ from hf_zero.core.units.grouping import leaf_module_names, mark_configured, modu
 from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import ConfigError
+from hf_zero.memory import host_memory
 from hf_zero.offload.policy import Offloading
 from hf_zero.onebit.step import step_kind
+from hf_zero.pipeline.apply import pipelined
+from hf_zero.pipeline.generation import WholeGeneration
 
 Explain = Callable[[Any, BaseException, str], None]
 
@@ -257,3 +267,45 @@ def _all_of(*explain: Explain) -> Explain:
             one(engine, error, phase)
 
     return explain_all
+
+
+def attach_hooks(module: nn.Module, runtime: Runtime, topology: Topology) -> None:
+    """Put the hooks of pipeline stages and of the schedule on the module; collective with a pipeline.
+
+    Args:
+        module: The user's module.
+        runtime: Runtime with the hooks of the schedule; it also releases the hooks of the stages.
+        topology: Axes of the ranks.
+    """
+    stages = pipelined(module)
+    if stages is not None:
+        stages.attach()  # before a former engine of the module releases it
+    runtime.attach()
+    if stages is not None:
+        stages.begin_backward = partial(begin_inside, runtime.backward)
+        generates = WholeGeneration(stages, module, open_collectives(topology.pipe or topology), topology.expert is not None)
+        generates.attach(module)
+        runtime.keep(generates)
+        runtime.keep(stages)
+    host_memory.keep_large_blocks(on_host=topology.device.type == "cpu")
+
+
+def attach_generation(module: nn.Module, runtime: Runtime, units: Sequence[Unit], networks: Networks, config: ZeroConfig) -> None:
+    """Wrap ``generate``: for sharded parameters, for experts that other ranks hold, or for compiled modules alone."""
+    synced = networks.topology.expert is not None
+    generation: StandsBefore = PlainGeneration()
+    if runtime.schedule is not None or synced:
+        generation = Generation(runtime, units, networks.collectives.data, config.hf_zero.gather_for_generation, synced)
+    generation.attach(module)
+    runtime.keep(generation)
+
+
+def configure_checkpointing(networks: Networks, config: ZeroConfig) -> None:
+    """Apply the configuration's settings of activation checkpointing to this process; collective if the ranks of a layer are not those of
+    the model axis (with a pipeline).
+    """
+    if config.activation_checkpointing is None:
+        return
+    topology, layers = networks.topology, networks.topology.layers.model
+    together = networks.model if layers is topology.model or layers is None else open_collectives(layers)
+    configure(config.activation_checkpointing, together, by_script=False)

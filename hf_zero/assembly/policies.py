@@ -16,8 +16,7 @@ from hf_zero.core.schedule.block import UnshardLimits
 from hf_zero.core.schedule.gradient_exchanges import ErrorFeedback
 from hf_zero.core.schedule.hops import GradientPolicy
 from hf_zero.core.stages import StagePolicy
-from hf_zero.core.step.loss_scale import LossScaler
-from hf_zero.core.step.precision import PrecisionPolicy
+from hf_zero.core.step.precision import LossScaler, PrecisionPolicy
 from hf_zero.core.step.spikes import Spikes
 from hf_zero.core.step.step import StepSettings
 

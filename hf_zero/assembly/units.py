@@ -1,31 +1,37 @@
-"""Divide a model into blocks and units: which parameters are unsharded together, in which dtype, and in which storage."""
+"""Divide a model into blocks and units: which parameters are unsharded together, in which dtype, and in which storage.
+
+Parameters that are trained for the first time after ``initialize``, unfrozen or of modules added later, get units of their own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from weakref import ref
 
 import torch
 from torch import nn
 
 from hf_zero.assembly.kept_types import kept_types
-from hf_zero.assembly.packed_weights import packed_weights, pieces_of, prepare_packed
+from hf_zero.assembly.packed_weights import packed_weights, pieces_of, prepare_packed, prepare_wrapped
 from hf_zero.assembly.policies import QuantizedUnits
-from hf_zero.assembly.wrapped_weights import prepare_wrapped
 from hf_zero.comm.collectives import Collectives
-from hf_zero.core.optimizer.param_groups import group_of_params
+from hf_zero.core.optimizer.segments import group_of_params
+from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.schedule.block import Block
+from hf_zero.core.schedule.gradients import UnitGradients
+from hf_zero.core.schedule.reducer import Reducer
+from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.agreement import equal_values, facts_of, require_same_model, require_same_optimizer
 from hf_zero.core.step.precision import KeptTypes, PrecisionPolicy, cast_and_move, cast_param
-from hf_zero.core.units.construct import NamedParam, build_unit
-from hf_zero.core.units.grouping import BlockSpec, build_blocks
+from hf_zero.core.step.trained_set import Joining
+from hf_zero.core.units.grouping import BlockSpec, NamedParam, build_blocks, build_unit, enclosing, lowest_modules
 from hf_zero.core.units.layout import FROZEN
 from hf_zero.core.units.listener import ParamListener
-from hf_zero.core.units.packed import float8_type, is_packed, is_wrapped
+from hf_zero.core.units.marks import float8_type, is_elsewhere, is_expert, is_packed, is_wrapped, stages_of, tp_shard_of
 from hf_zero.core.units.registration import register_loose
 from hf_zero.core.units.shard import ShardStorage
-from hf_zero.core.units.tp_shard import is_elsewhere, is_expert, stages_of, tp_shard_of
 from hf_zero.core.units.unit import Unit, UnitSpec, find_unit, full_shape
 from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.native.quantize import can_quantize
@@ -322,3 +328,101 @@ def persist_and_reshard(units: Iterable[Unit], stays: set[int], largest: int, bu
             unit.pin()
             unit.listener.stays_unsharded(unit.params, True)
         unit.reshard()
+
+
+@dataclass
+class Joiner:
+    """Builder of units for parameters that join later: each gets a new unit in its block. See [Note: what is trained].
+
+    Attributes:
+        builder: Builder of units.
+        runtime: Runtime with the hooks on the module.
+        reducer: Reducer of gradients.
+        optimizer: The engine's optimizer.
+        units: All units of the engine; the engine holds the same list object.
+        gradients_of: Function that makes the gradients of a unit.
+        largest: Largest number of elements of a unit that stays unsharded at stage 3.
+        undivided: Ids of the parameters that existed when several ranks divided the model among them; None if each rank has all of it.
+    """
+
+    builder: UnitBuilder
+    runtime: Runtime
+    reducer: Reducer
+    optimizer: ShardedOptimizer
+    units: list[Unit]
+    gradients_of: Callable[[Unit], UnitGradients]
+    largest: int
+    undivided: frozenset[int] | None
+    _joins: int = 0  # number of calls of join; makes names of units unique
+
+    def join(self, joining: Sequence[Joining]) -> list[UnitGradients]:
+        """Make units of ``joining``, in the model's order, and train them; collective.
+
+        Returns:
+            The gradients of the new units.
+
+        Raises:
+            UnsupportedError: Several ranks hold the model together, and a parameter did not exist when it was divided.
+        """
+        self._require_known(joining)
+        self._joins += 1
+        former = {id(owner[0]): owner[0] for entry in joining if (owner := find_unit(entry.param)) is not None}
+        added: list[Unit] = []
+        for block, members in self._by_block(joining):
+            spec = BlockSpec(f"{block.name} (added {self._joins})", block.module, members)
+            added += self._extend(block, self.builder.block(spec, self.builder.kept()).units)
+        self._drop_empty(former.values())
+        self.units += added
+        persist_and_reshard(added, set(), self.largest, sum(unit.layout.numel for unit in added))
+        self.optimizer.extend(added)
+        entries = self._train(added)
+        for entry in entries:
+            self.runtime.backward.attach_to(entry)
+        return entries
+
+    def _require_known(self, joining: Sequence[Joining]) -> None:
+        unknown = [entry.name for entry in joining if self.undivided is not None and id(entry.param) not in self.undivided]
+        if unknown:
+            raise UnsupportedError(
+                f"{', '.join(unknown[:5])}: trained for the first time after initialize(), in a model that several ranks "
+                "hold together (tensor parallelism, pipelines), which is not supported. Add and unfreeze parameters before initialize()"
+            )
+
+    def _by_block(self, joining: Sequence[Joining]) -> list[tuple[Block, list[NamedParam]]]:
+        """Return the blocks that the parameters of ``joining`` belong to, in the model's order, each with these parameters."""
+        blocks = {block.name: block for block in self.runtime.blocks}
+        holders = lowest_modules(self.runtime.module)
+        found: dict[int, tuple[Block, list[NamedParam]]] = {}
+        for entry in joining:
+            name = enclosing(holders[id(entry.param)], blocks)
+            block = blocks[name] if name is not None else self.runtime.root
+            found.setdefault(id(block), (block, []))[1].append(NamedParam(entry.name, entry.param, entry.group))
+        order = [self.runtime.root, *self.runtime.blocks]
+        return [found[id(block)] for block in order if id(block) in found]
+
+    def _extend(self, block: Block, units: Sequence[Unit]) -> Sequence[Unit]:
+        block.units += units
+        block.forget_size()
+        return units
+
+    def _drop_empty(self, former: Iterable[Unit]) -> None:
+        """Remove frozen units without parameters from their blocks."""
+        empty = {id(unit) for unit in former if all(param is None for param in unit.params)}
+        self.units[:] = [unit for unit in self.units if id(unit) not in empty]
+        for block in (self.runtime.root, *self.runtime.blocks):
+            if any(id(unit) in empty for unit in block.units):
+                block.units[:] = [unit for unit in block.units if id(unit) not in empty]
+                block.forget_size()
+
+    def _train(self, units: Sequence[Unit]) -> list[UnitGradients]:
+        """Make the gradients of ``units``, and sort the gradients of all units in the model's order."""
+        entries = {id(unit): self.gradients_of(unit) for unit in units}
+        for unit in units:
+            unit.belongs_to = ref(self.runtime)
+        known = {id(entry.unit): entry for entry in self.reducer.gradients} | entries
+        ordered: list[UnitGradients] = []
+        for block in (self.runtime.root, *self.runtime.blocks):
+            block.gradients = [known[id(unit)] for unit in block.units if id(unit) in known]
+            ordered += block.gradients
+        self.reducer.train(ordered)
+        return list(entries.values())

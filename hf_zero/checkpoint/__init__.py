@@ -8,7 +8,7 @@ records of the places of parameters in them. The subpackages, in the order in wh
   tensor-parallel shards (``tp_shards``), checksums; checks that the parts of an index fit each other (``consistency``) and that its
   numbers are possible (``plausible``)
 - ``files/``: tensor files: rows of elements in memory, on NVMe, or zeros (``rows``), reads and writes past the page cache (``disk``),
-  ``tensor_writer``, ``tensor_reader`` (verified checksums) over ``ranges`` (bytes of a disk file or an object), ``uploads`` (to an object
+  ``tensor_writer``, ``tensor_reader`` (verified checksums), ``uploads`` (to an object
     store), ``catalog`` (from parameters to ranges of files)
 - ``commit/``: a checkpoint becomes complete on all ranks or on none: ``agreement`` (one outcome for all ranks), ``folders`` (names of
     checkpoints, and which are complete), ``staging`` ([Note: one folder for each save]), ``store_saves`` (in an object store), ``targets``

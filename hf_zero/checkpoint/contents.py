@@ -21,8 +21,7 @@ from hf_zero.checkpoint.state.training_state import Holders, TrainingState, valu
 from hf_zero.core.optimizer.owners import share_out
 from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
 from hf_zero.core.units.layout import ALIGNMENT, round_up
-from hf_zero.core.units.packed import is_packed, is_wrapped, with_outer
-from hf_zero.core.units.tp_shard import is_expert
+from hf_zero.core.units.marks import is_expert, is_packed, is_wrapped, with_outer
 from hf_zero.core.units.unit import Unit
 
 

@@ -18,7 +18,7 @@ from hf_zero.checkpoint.load import LoadRequest, load_averages, load_checkpoint
 from hf_zero.checkpoint.rewinds import Rewinds, Saved
 from hf_zero.checkpoint.save import SaveRequest, save_checkpoint
 from hf_zero.checkpoint.snapshots import Snapshots, folder_for, newest_in, own_folder, unpack
-from hf_zero.checkpoint.state.beside import divided, joined, states_beside
+from hf_zero.checkpoint.state.beside import Batches, batches_in, divided, joined, states_beside, with_batches
 from hf_zero.checkpoint.state.training_state import TensorAxis, TrainingState
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
@@ -29,7 +29,7 @@ from hf_zero.core.engine import Engine, reasons_to_wait
 from hf_zero.core.engine_parts import Restored
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.step.written import WrittenValues
-from hf_zero.core.units.tp_shard import tp_shard_of
+from hf_zero.core.units.marks import tp_shard_of
 from hf_zero.errors import CheckpointError, ConfigError, StateError, UnsupportedError
 from hf_zero.observe import log_rank0, logger, warn_once
 from hf_zero.system import signals
@@ -82,6 +82,7 @@ class EngineCheckpoints:
         background: Writer beside the training loop; None when nothing is written in the background.
         snapshots: Snapshots in host memory; None when there are none.
         rewinds: Ways back to saved states; None when the engine does not go back.
+        batches: Batches that checkpoints hold the numbers of; None where the script alone knows its batches.
     """
 
     def __init__(self, settings: CheckpointSettings, collectives: Collectives) -> None:
@@ -89,6 +90,7 @@ class EngineCheckpoints:
         self._collectives = collectives
         self.rewinds = Rewinds() if settings.rewinds and not collectives.pretended else None
         self.background: Background | None = None
+        self.batches: Batches | None = None
         self._store: ObjectPath | None = None
         if settings.url:
             _check_url(settings)
@@ -135,7 +137,7 @@ class EngineCheckpoints:
             request = SaveRequest(
                 self._place(save_dir, "save_dir"),
                 str(tag) if tag is not None else f"global_step{engine.progress.global_steps}",
-                client_state if self.rewinds is None else joined(client_state, self.rewinds.states_beside(engine, self.everyone().world)),
+                self._with_states_beside(engine, client_state),
                 latest,
                 trained,
                 settings.direct,
@@ -164,6 +166,11 @@ class EngineCheckpoints:
             else:
                 how = "copied, and is being written in the background to"
         log_rank0("checkpoint %s %s (%.2f s)", how, folder, time.monotonic() - start)
+
+    def _with_states_beside(self, engine: Engine, client_state: Mapping[str, Any]) -> Mapping[str, Any]:
+        if self.rewinds is not None:  # which the configuration excludes beside replica groups
+            return joined(client_state, self.rewinds.states_beside(engine, self.everyone().world))
+        return client_state if self.batches is None else with_batches(client_state, self.batches)
 
     def snapshot(self, engine: Engine, client_state: Callable[[], Mapping[str, Any]]) -> bool:
         """Take a snapshot of ``engine`` if one is due; see ``Engine.snapshot``."""
@@ -225,12 +232,15 @@ class EngineCheckpoints:
         loaded = load_checkpoint(state, snapshot or request)
         if loaded is None:
             return None
+        batches = batches_in(loaded.client_state)
         given, beside = divided(loaded.client_state)
         loaded, steps = replace(loaded, client_state=given), (loaded.counters or {}).get("global_steps", 0)
         if self.rewinds is not None:
             same = whole and snapshot is None and beside is not None
             saved = Saved(steps, raw(loaded.path), request.strict, settings.node_local) if same else None
             self.rewinds.loaded(saved, snapshot is not None)
+        if self.batches is not None and whole and batches is not None:
+            self.batches.continue_with(batches)
         if self.snapshots is not None and whole:
             self.snapshots.loaded((snapshot.tag or "") if snapshot is not None else "", steps)
             if snapshot is not None:
@@ -378,7 +388,7 @@ def _folder(given: Any, argument: str) -> str:
     Raises:
         CheckpointError: It is neither, or the library for the URL is not installed.
     """
-    if not isinstance(given, (str, os.PathLike)):
+    if not isinstance(given, (str, os.PathLike)) or not os.fspath(given):  # an empty one would mean the working directory
         raise CheckpointError(f"{argument} is {given!r}, allowed is a path: a string or a pathlib.Path, or a URL")
     return raw(place_of(os.fspath(given)))
 

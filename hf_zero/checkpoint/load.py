@@ -27,7 +27,7 @@ from hf_zero.checkpoint.state.rank_states import restore_rank_states
 from hf_zero.checkpoint.state.training_state import Loaded, TrainingState, values_of
 from hf_zero.core.averages import AveragedWeights
 from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
-from hf_zero.core.units.packed import is_packed, is_wrapped
+from hf_zero.core.units.marks import is_packed, is_wrapped
 from hf_zero.core.units.unit import Unit
 from hf_zero.core.units.values import all_gather_updated, publish, write_back
 from hf_zero.errors import CheckpointError

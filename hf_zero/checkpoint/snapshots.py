@@ -26,7 +26,7 @@ from hf_zero.checkpoint.files.tensor_reader import RangeReader
 from hf_zero.checkpoint.format.index import Index
 from hf_zero.checkpoint.format.names import INDEX_FILE, MARKER_FILE
 from hf_zero.checkpoint.save import SaveRequest, save_checkpoint
-from hf_zero.checkpoint.state.random_generators import restore_generators
+from hf_zero.checkpoint.state.beside import restore_generators
 from hf_zero.checkpoint.state.training_state import TrainingState
 from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import CheckpointError, ConfigError
@@ -208,7 +208,8 @@ class Snapshots:
 
         What cannot be taken is left out, with a warning, and training goes on.
         """
-        busy, full = net.any_of([self._background.busy, self._bytes > _free(self.folder)], "snapshot")
+        leaves = self._bytes if self._written and self._kept else 0  # one of these two is removed below
+        busy, full = net.any_of([self._background.busy, self._bytes > _free(self.folder) + leaves], "snapshot")
         if busy and not self._waits:
             log_rank0("a snapshot is left out: the previous one is still being written. Raise hf_zero.snapshot_steps (%d)", self._every)
             return False

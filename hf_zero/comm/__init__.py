@@ -1,9 +1,9 @@
 """The process group, axes of ranks, every collective, and the handling of a collective that fails.
 
-``initialize`` begins with one vote of all ranks (``assembly/same_settings.py``) over every resolved key that must be equal on all ranks
-(``config/alike.py``), and the versions of hf_zero and torch, before any step whose order depends on a setting; ``zero.Init`` takes part
-in it. The vote over the model (``core/step/agreement.py``) also covers the optimizer's class and each group's hyper-parameters. All
-differences are one error on all ranks, with each key, all values and their ranks.
+``initialize`` begins with one vote of all ranks (``assembly/same_settings.py``) over every resolved key that must be equal on all ranks,
+and over the versions of hf_zero and torch, before any step whose order depends on a setting; ``zero.Init`` takes part in it. The vote over
+the model (``core/step/agreement.py``) also covers the optimizer's class and each group's hyper-parameters. All differences are one
+error on all ranks, with each key, all values and their ranks.
 
 Each boundary begins with one message on the host (``core/step/agreement.py``): a digest of all values that must be equal, and the
 reports of any rank. The ranks compare the number of micro-steps they have begun, the numbers in their param groups (a scheduler that

@@ -1,4 +1,4 @@
-"""The nodes of the ranks, as their launchers report them, and the two groups (hops) of a reduction inside and over nodes."""
+"""The nodes of the ranks, as their launchers report them: the two groups (hops) of a reduction, and the memory that is left on a device."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import ConfigError
+from hf_zero.memory.budget import free_memory
 
 
 @dataclass(frozen=True)
@@ -134,3 +135,26 @@ class TwoHops:
         are contiguous.
         """
         return full.view(self.across.world, self.inside.world, -1).transpose(0, 1).reshape(-1)
+
+
+def free_bytes(device: torch.device, ranks_on_host: int = 1) -> int | None:
+    """Return the number of bytes that this rank may still allocate on ``device``; None if it is unknown.
+
+    Args:
+        device: Of a GPU, the driver's free memory and the unused memory of torch's allocator are counted. Of the CPU, the remaining memory
+            of the machine and of its control groups is counted.
+        ranks_on_host: Number of ranks that share the host's memory evenly.
+    """
+    if device.type == "cpu":
+        host = free_memory()
+        return host.nbytes // ranks_on_host if host is not None else None
+    module = getattr(torch, device.type, None)
+    if module is None or not hasattr(module, "mem_get_info"):
+        return None
+    unused = module.memory_reserved(device) - module.memory_allocated(device)
+    return int(module.mem_get_info(device)[0] + unused)
+
+
+def ranks_on_this_host(world: int) -> int:
+    """Return the number of ranks on this host according to the launcher; ``world`` if the launcher does not report it."""
+    return ranks_of_node() or world

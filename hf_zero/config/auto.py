@@ -1,12 +1,20 @@
-"""Sources of the keys that the configuration sets to "auto", and the keys that must agree with the training arguments."""
+"""Find the values of keys that are "auto" in the configuration: from the training arguments, which must agree with it, and the model."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from hf_zero.errors import ConfigError
+from hf_zero.system.reading import parse_json
+from hf_zero.system.text_file import LIMIT_BYTES, read_bytes
+
 _ZERO = "zero_optimization"
+_NAMES = ("hidden_size", "hidden_sizes", "d_model", "n_embd", "dim", "model_dim")
+_INNER = ("text_config", "language_config", "llm_config", "text_encoder", "decoder", "encoder", "generator", "thinker_config")
 
 
 @dataclass(frozen=True)
@@ -61,3 +69,106 @@ AUTO_RULES: dict[str, AutoRule] = {
 
 SOURCE_NAMES: frozenset[str] = frozenset(name for rule in AUTO_RULES.values() for name in rule.sources) | {"world_size"}
 """Every name that `resolve(sources=...)` understands."""
+
+
+def hidden_size_of(model_or_config: Any) -> int | None:
+    """Return the hidden size of a model: the largest if layers differ, and the text part's if there are several parts.
+
+    Args:
+        model_or_config: A module with `.config`, a transformers config, or a config as a mapping.
+
+    Returns:
+        The size, or None if no usual name of it is found.
+    """
+    config = getattr(model_or_config, "config", None)
+    config = model_or_config if config is None or isinstance(model_or_config, Mapping) else config
+    for name in _NAMES:
+        size = _largest(_read(config, name))
+        if size is not None:
+            return size
+    for name in _INNER:
+        inner = _read(config, name)
+        size = None if inner is None or inner is config else hidden_size_of(inner)
+        if size is not None:
+            return size
+    return None
+
+
+def _read(config: Any, name: str) -> Any:
+    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+
+
+def _largest(value: Any) -> int | None:
+    """Return the number, or the largest of a list of numbers; None for other values."""
+    if isinstance(value, (list, tuple)) and value and all(isinstance(item, int) for item in value):
+        return int(max(value))
+    return int(value) if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def infer_sources_from_model(model: Any) -> dict[str, Any]:
+    """Return a model's values for `resolve(sources=...)`.
+
+    Args:
+        model: A module, a transformers config, a folder or file with a config.json, or an ID on the Hub.
+
+    Returns:
+        `{"hidden_size": ...}`, empty if the model has no hidden size under a known name.
+
+    Raises:
+        ConfigError: The path or ID cannot be loaded.
+    """
+    if isinstance(model, (str, Path)):
+        model = _load(str(model))
+    size = hidden_size_of(model)
+    return {} if size is None else {"hidden_size": size}
+
+
+def read_model_config(place: str, pipe: bool = False) -> dict[str, Any] | None:
+    """Return the values in config.json of a model on this machine; None if ``place`` is neither a folder nor a file.
+
+    Args:
+        place: A folder with a config.json, or such a file.
+        pipe: The file may be a pipe, because the user names it.
+
+    Raises:
+        ConfigError: The file cannot be read, or is no JSON block.
+    """
+    path = Path(place).expanduser()
+    try:
+        if not path.exists():
+            return None
+        named = not path.is_dir()
+        file = path if named else path / "config.json"
+        content = parse_json(read_bytes(file, LIMIT_BYTES, pipe=pipe and named).decode("utf-8"))
+    except RecursionError as error:
+        raise ConfigError(f"the model {place!r}: its config.json is nested too deep") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the model {place!r}: its config.json cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"the model {place!r}: its config.json holds a {type(content).__name__}, and a block {{...}} is expected")
+    return content
+
+
+def require_bounded_config(name: str) -> None:
+    """Refuse a config.json that transformers would read without bounds: not a regular file, too large, or nested too deep.
+
+    Args:
+        name: Name of a model as users write it; if there is no such file, transformers reports it.
+
+    Raises:
+        ConfigError: The file is one of these.
+    """
+    path = Path(name).expanduser()
+    if os.path.lexists(path / "config.json" if path.is_dir() else path):
+        read_model_config(name)
+
+
+def _load(name: str) -> Any:
+    require_bounded_config(name)
+    from transformers import AutoConfig  # a slow import, only needed here
+
+    try:
+        return AutoConfig.from_pretrained(name)
+    except Exception as error:  # a broken config.json can make transformers raise any error
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"The model {name!r} is no local config and no ID that could be loaded: {reason}") from error

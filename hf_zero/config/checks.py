@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from hf_zero.config.keys import default_of, extra_of, nested_of, spellings_of
-from hf_zero.config.names import nearest
-from hf_zero.config.problems import Problems, show
+from hf_zero.config.problems import Problems, nearest, show
 from hf_zero.config.schema.fields import Section, asks, is_on
-from hf_zero.config.schema.optimization import OptimizerParams, SchedulerParams
+from hf_zero.config.schema.training import OptimizerParams, SchedulerParams
 from hf_zero.config.spelling import torch_class, truth
 
 OPTIMIZERS = ("adam", "adamw", "adagrad", "lion", "sgd", "lamb", "muon", "onebitadam")

@@ -14,8 +14,7 @@ from hf_zero.config.batch import ACCUMULATION, MICRO, TOTAL, Batch, solve
 from hf_zero.config.checks import check_refusals, check_values
 from hf_zero.config.elastic import take_elastic_batch
 from hf_zero.config.keys import adapter_of, default_of, extra_of, nested_of, type_text
-from hf_zero.config.names import nearest
-from hf_zero.config.problems import Problems, show
+from hf_zero.config.problems import Problems, nearest, show
 from hf_zero.config.read import read_config
 from hf_zero.config.schema.fields import Section
 from hf_zero.config.schema.root import ZeroConfig

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_zero.config.keys import extra_of, nested_of, spellings_of
-from hf_zero.config.names import nearest
-from hf_zero.config.problems import Problems, show
+from hf_zero.config.problems import Problems, nearest, show
 from hf_zero.config.schema.fields import Section
 from hf_zero.config.schema.root import ZeroConfig
 from hf_zero.errors import ConfigError

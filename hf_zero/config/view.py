@@ -9,6 +9,7 @@ from typing import Any
 
 from hf_zero.config.resolve import ResolvedConfig, resolve
 from hf_zero.config.schema.root import ZeroConfig
+from hf_zero.errors import ConfigError
 from hf_zero.observe import log_rank0
 from hf_zero.system.secrets import hidden
 
@@ -32,8 +33,8 @@ class ZeroView:
         given = {*resolved.resolved.get("zero_optimization", {}), *(written if isinstance(written, Mapping) else {})}
         names = {name for name in given if not isinstance(written, Mapping) or written.get(name, "") is not None}
         self._overlap_written = isinstance(written, Mapping) and written.get("overlap_comm") not in (None, "auto")
-        self.offload_param = self._section.offload_param if "offload_param" in names else None
-        self.offload_optimizer = self._section.offload_optimizer if "offload_optimizer" in names else None
+        self.__dict__["offload_param"] = self._section.offload_param if "offload_param" in names else None
+        self.__dict__["offload_optimizer"] = self._section.offload_optimizer if "offload_optimizer" in names else None
 
     @property
     def overlap_comm(self) -> bool:
@@ -48,6 +49,12 @@ class ZeroView:
         if found not in fields:
             raise AttributeError(f"zero_optimization has no key {name!r}; docs/config.md lists them")
         return getattr(self._section, found)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_"):
+            fields = type(self._section).model_fields
+            _refuse_assigned(f"zero_config.{name}", value, name in fields or f"stage3_{name}" in fields)
+        super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         return repr(self._section)
@@ -69,6 +76,15 @@ class MonitorView:
         return any(getattr(self, name).enabled for name in _MONITORS)
 
 
+def _refuse_assigned(name: str, value: Any, known: bool) -> None:
+    if known:
+        raise ConfigError(
+            f"{name} of a configuration was assigned {value!r}, but engines use the values that they were made with, so nothing would "
+            "change: write the value in the configuration that initialize() is given. An engine's batch sizes are changed by "
+            "engine.set_train_batch_size() and engine.set_train_micro_batch_size(), its clipping by engine.optimizer.clip_grad"
+        )
+
+
 class ConfigView:
     """Attributes of ``DeepSpeedConfig``: DeepSpeed's attribute names, else the keys of the file.
 
@@ -88,6 +104,10 @@ class ConfigView:
         if name in ZeroConfig.model_fields:
             return getattr(self._resolved.config, name)
         raise AttributeError(f"a configuration has no attribute {name!r}; read its keys (docs/config.md) or `zero_config`")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        _refuse_assigned(name, value, name in _READERS or name in ZeroConfig.model_fields)
+        super().__setattr__(name, value)
 
     def print_user_config(self) -> None:
         """Log the configuration as it was given, with secrets masked."""

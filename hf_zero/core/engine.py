@@ -302,10 +302,13 @@ class Engine(nn.Module):
         given, count = set(map(id, params)), self.accumulation
         set_alone = self.stepper.reducer.shown.replaced and not count.in_window
         waits = count.awaits_update or count.held_back or count.broken or set_alone
-        if waits and all(id(param) in given for param in self.module.parameters()):
+        everything = all(id(param) in given for param in self.module.parameters())
+        if waits and everything:
             self.discard_gradients()
         elif waits:
             drop_gradients(self.stepper.reducer, given)
+        elif everything:
+            count.cleared()
         return self.stepper.trained.waiting() if count.in_window and not waits else frozenset()
 
     def joined(self, entries: Sequence[UnitGradients]) -> None:

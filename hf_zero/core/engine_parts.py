@@ -20,8 +20,7 @@ from hf_zero.core.preemption import Preemption, PreemptionSettings
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.accumulation import Accumulation
-from hf_zero.core.step.loss_scale import LossScaler
-from hf_zero.core.step.precision import PrecisionPolicy
+from hf_zero.core.step.precision import LossScaler, PrecisionPolicy
 from hf_zero.core.step.progress import Clock, Progress, Reports
 from hf_zero.core.step.spikes import Spikes
 from hf_zero.core.step.step import Stepper

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_zero.comm.collectives import Collectives
-from hf_zero.core.free_memory import free_bytes, ranks_on_this_host
+from hf_zero.comm.nodes import free_bytes, ranks_on_this_host
 from hf_zero.core.schedule.forward_hooks import RAISED, as_written
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.units.unit import Unit

@@ -221,6 +221,10 @@ class Engine(ConfiguredEngine):
             "it inside `with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):`"
         )
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not getters.assign(self, name, value):
+            super().__setattr__(name, value)
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)

@@ -5,19 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import index
 from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
 import torch
 
-from hf_zero.core.optimizer.param_groups import learning_rates
+from hf_zero.core.optimizer.segments import learning_rates
 from hf_zero.core.schedule.torch_internals import compiled_call
 from hf_zero.deepspeed import held_weights
 from hf_zero.deepspeed.configured import ConfiguredEngine
-from hf_zero.deepspeed.moe.layer import MoE
-from hf_zero.deepspeed.moe.params import has_moe_layers
+from hf_zero.deepspeed.moe.layer import MoE, has_moe_layers
 from hf_zero.deepspeed.timers import SynchronizedWallClockTimer, ThroughputTimer
+from hf_zero.errors import StateError
 from hf_zero.metrics import EventWriter
 
 
@@ -62,7 +63,7 @@ def _zero(key: str) -> Getter:
 
 def _profiler(key: str) -> Getter:
     def get(engine: ConfiguredEngine) -> Any:
-        from hf_zero.config.schema.tools import FlopsProfiler  # imports pydantic, which an isinstance check does not need
+        from hf_zero.config.schema.monitoring import FlopsProfiler  # imports pydantic, which an isinstance check does not need
 
         return getattr(engine.settings.flops_profiler or FlopsProfiler(), key)
 
@@ -228,7 +229,6 @@ METHODS: dict[str, Getter] = {
     "dynamic_loss_scale": lambda engine: engine.scaler.dynamic,
     "loss_scale": lambda engine: engine.scaler.scale,
     "initial_dynamic_scale": lambda engine: 2**engine.settings.fp16.initial_scale_power,
-    "communication_data_type": lambda engine: engine.precision.message_dtype or _dtype(engine),
     "postscale_gradients": lambda engine: not engine.settings.prescale_gradients,
     "gradient_predivide_factor": lambda engine: engine.settings.gradient_predivide_factor,
     "dataloader_drop_last": lambda engine: engine.settings.dataloader_drop_last,
@@ -246,6 +246,7 @@ METHODS: dict[str, Getter] = {
 }
 
 VALUES: dict[str, Getter] = {
+    "communication_data_type": lambda engine: engine.precision.message_dtype or _dtype(engine),
     "is_compiled": lambda engine: any(compiled_call(module) is not None for module in engine.module.modules()),
     "client_lr_scheduler": lambda engine: engine.lr_scheduler,
     "global_steps": lambda engine: engine.progress.global_steps,
@@ -283,8 +284,67 @@ VALUES: dict[str, Getter] = {
 }
 
 
+_IN_CONFIGURATION = "write {} in the configuration that initialize() is given"
+
+# Names that DeepSpeed's engine reads as it trains and this one does not, with the way to change what they say.
+_REMEDIES = {
+    "train_batch_size": "call engine.set_train_batch_size(samples)",
+    "gradient_accumulation_steps": "call engine.set_train_batch_size(samples)",
+    "train_micro_batch_size_per_gpu": "call engine.set_train_micro_batch_size(samples)",
+    "is_gradient_accumulation_boundary": "call engine.set_gradient_accumulation_boundary(is_boundary)",
+    "gradient_clipping": "set engine.optimizer.clip_grad",
+    "loss_scale": "set engine.optimizer.loss_scale",
+    "gradient_average": _IN_CONFIGURATION.format('`gradient_allreduce_op` ("sum" is False)'),
+    **{
+        name: _IN_CONFIGURATION.format(f"`{key}`")
+        for name, key in (
+            ("communication_data_type", "communication_data_type"),
+            ("gradient_predivide_factor", "gradient_predivide_factor"),
+            ("postscale_gradients", "prescale_gradients"),
+            ("zero_optimization_stage", "zero_optimization.stage"),
+            ("_config", "a key"),
+        )
+    },
+}
+
+
+def _micro_steps(engine: ConfiguredEngine, value: int) -> None:
+    engine.accumulation.count_from(value, engine.discard_gradients)
+
+
+def _progress(name: str) -> Callable[[ConfiguredEngine, int], None]:
+    return lambda engine, value: setattr(engine.progress, name, value)
+
+
+COUNTERS: dict[str, Callable[[ConfiguredEngine, int], None]] = {
+    **{name: _progress(name) for name in ("global_steps", "global_samples", "skipped_steps")},
+    "micro_steps": _micro_steps,
+}
+
+
+def assign(engine: ConfiguredEngine, name: str, value: Any) -> bool:
+    """Store a value that a script assigns to a name of the tables; return False if the assignment is an ordinary one.
+
+    [Note: assigned values] DeepSpeed's engine reads its counters and calls its own getters as it trains, so an assignment to one of them
+    changes training. Here a counter accepts a number, and the names in ``_REMEDIES`` are errors. All other values of the tables are only
+    told to scripts: one that a script assigns replaces the answer.
+
+    Raises:
+        StateError: The value would change training with DeepSpeed and nothing here; or see ``Accumulation.count_from``.
+        TypeError: A counter is set to something else than an integer.
+    """
+    if name in COUNTERS:
+        COUNTERS[name](engine, index(value))
+        return True
+    if name in _REMEDIES:
+        raise StateError(
+            f"engine.{name} was assigned {value!r}, but the engine does not read it, so nothing would change: {_REMEDIES[name]}"
+        )
+    return False
+
+
 class Value:
-    """A descriptor of an engine attribute that is computed at each read; a value that a script assigns replaces it.
+    """A descriptor of an engine attribute that is computed at each read; a value that a script assigns replaces it, if ``assign`` allows.
 
     Args:
         getter: Function of the engine that computes the value.

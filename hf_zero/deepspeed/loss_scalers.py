@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.core.step import loss_scale as own
+from hf_zero.core.step import precision as own
 from hf_zero.deepspeed.served.norms import CheckOverflow
 from hf_zero.errors import ConfigError
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_zero.core.schedule.external_parameters import external_parameters
+from hf_zero.core.schedule.gathered_parameters import external_parameters
 
 
 class _TraceCoordinator:

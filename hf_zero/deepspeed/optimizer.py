@@ -1,18 +1,170 @@
-"""Add to the engine's optimizer the methods that scripts and libraries call under DeepSpeed's names."""
+"""Add the names of DeepSpeed's optimizers to the engine's optimizer: methods, tables of attributes, and fp32 masters in its state dict."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from hf_zero.core.optimizer.param_groups import learning_rates
+from hf_zero.core.optimizer.segments import learning_rates
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.units.layout import FROZEN
-from hf_zero.deepspeed import optimizer_getters
+from hf_zero.core.units.unit import Unit
+from hf_zero.core.units.values import all_gather_updated, publish
+from hf_zero.deepspeed import requests, safe_values
 from hf_zero.deepspeed.offload_handle import OffloadHandle
-from hf_zero.deepspeed.optimizer_state import add_masters, set_masters, take_masters
-from hf_zero.errors import StateError
+from hf_zero.deepspeed.served.state_files import FP32_FLAT_GROUPS, SINGLE_PARTITION_OF_FP32_GROUPS
+from hf_zero.errors import ConfigError, StateError
+from hf_zero.observe import warn_once
+
+
+def _parts_by_rank(engine: Any) -> list[list[torch.Tensor]]:
+    """Return, for each unit, views of every rank's part of the unsharded flat buffer, each (shard_numel,); empty at stage 3, where no rank
+    keeps that buffer.
+    """
+    return [] if engine.stage_policy.parameters_sharded else [list(unit.full.chunk(unit.layout.world)) for unit in engine.optimizer.units]
+
+
+VALUES: dict[str, Callable[[Any], Any]] = {
+    "dp_process_group": lambda engine: engine.seq_data_parallel_group,
+    "real_dp_process_group": lambda engine: [engine.seq_data_parallel_group for _ in engine.optimizer.param_groups],
+    "partition_count": lambda engine: [engine.collectives.topology.world for _ in engine.optimizer.param_groups],
+    "parallel_partitioned_bit16_groups": _parts_by_rank,
+    "nccl_start_alignment_factor": lambda engine: 2,  # DeepSpeed's value; parts of units start at multiples of 16 elements
+    "partition_gradients": lambda engine: engine.stage_policy.stage >= 2,
+    "dtype": lambda engine: engine.optimizer.low_precision_dtype,
+    "device": lambda engine: engine.device,
+    "gradient_accumulation_dtype": lambda engine: engine.precision.accumulation_dtype,
+    "gradient_accumulation_steps": lambda engine: engine.accumulation.steps,
+    "communication_data_type": lambda engine: engine.communication_data_type,
+    "sequence_parallel_size": lambda engine: engine.sequence_parallel_size,
+    "has_moe_layers": lambda engine: engine.has_moe_layers,
+    "param_names": lambda engine: engine.param_names,
+    "module": lambda engine: engine.module,
+    "cpu_offload": lambda engine: engine.zero_cpu_offload(),
+    **{
+        key: lambda engine, key=key: getattr(engine.settings.zero_optimization, key)  # type: ignore[misc]
+        for key in ("contiguous_gradients", "overlap_comm", "reduce_bucket_size", "reduce_scatter", "sub_group_size")
+    },
+}
+
+
+class Value:
+    """A descriptor of an optimizer attribute that is computed from the engine at each read; a value that a script assigns replaces it."""
+
+    def __init__(self, getter: Callable[[Any], Any]) -> None:
+        self._getter = getter
+
+    def __get__(self, optimizer: Any, owner: type) -> Any:
+        return self if optimizer is None else self._getter(optimizer._engine())
+
+
+def _reader(whole: Callable[..., Any], state: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that reads the fp32 value of a parameter with ``whole``, or its state ``optim_state_key`` with ``state``.
+
+    Errors and collectives are those of the two functions, which are in ``safe_values``.
+    """
+
+    def read(optimizer: Any, param: torch.Tensor, optim_state_key: str | None = None) -> torch.Tensor | None:
+        found: torch.Tensor | None = whole(param) if optim_state_key is None else state(param, optim_state_key)
+        return found
+
+    return read
+
+
+def _writer(whole: Callable[..., Any], state: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that sets the fp32 value of a parameter with ``whole``, or its state ``optim_state_key`` with ``state``."""
+
+    def write(optimizer: Any, value: torch.Tensor, param: torch.Tensor, optim_state_key: str | None = None) -> None:
+        if optim_state_key is None:
+            whole(param, value)
+        else:
+            state(param, value, optim_state_key)
+
+    return write
+
+
+def _quantize_nontrainable_params(optimizer: Any) -> None:
+    """Do nothing if the configuration quantizes frozen weights already; otherwise log a warning that this call has no effect."""
+    if not optimizer._engine().zero_quantized_nontrainable_weights():
+        warn_once("quantize_nontrainable_params() does nothing: zero_optimization.zero_quantized_nontrainable_weights is not set")
+
+
+METHODS: dict[str, Callable[..., Any]] = {
+    "quantize_nontrainable_params": _quantize_nontrainable_params,
+    "get_full_hp_param": _reader(safe_values.safe_get_full_fp32_param, safe_values.safe_get_full_optimizer_state),
+    "set_full_hp_param": _writer(safe_values.safe_set_full_fp32_param, safe_values.safe_set_full_optimizer_state),
+    "get_local_fp32_param": _reader(safe_values.safe_get_local_fp32_param, safe_values.safe_get_local_optimizer_state),
+    "set_local_hp_param": _writer(safe_values.safe_set_local_fp32_param, safe_values.safe_set_local_optimizer_state),
+    "get_fp32_grad_for_param": lambda optimizer, param: safe_values.safe_get_full_grad(param),
+    "set_fp32_grad_for_param": lambda optimizer, value, param: safe_values.safe_set_full_grad(param, value),
+    "get_local_fp32_grad_for_param": lambda optimizer, param: safe_values.safe_get_local_grad(param),
+    "set_local_grad_for_param": lambda optimizer, value, param: safe_values.safe_set_local_grad(param, value),
+    **{
+        name: lambda optimizer, *args, name=name, **kwargs: getattr(optimizer._engine(), name)(*args, **kwargs)
+        for name in ("empty_partition_cache", "offload_states", "reload_states")
+    },
+    # DeepSpeed's stage 3 puts masters into the inner optimizer's groups during a step; hf_zero never changes these groups.
+    **dict.fromkeys(("_set_fp32_optimizer_param_groups", "_clear_fp32_optimizer_param_groups"), lambda optimizer: None),
+}
+
+
+def bind(optimizer_class: type[Any]) -> None:
+    """Add all attributes and methods of the tables to ``optimizer_class``."""
+    for name, getter in VALUES.items():
+        setattr(optimizer_class, name, Value(getter))
+    for name, method in METHODS.items():
+        setattr(optimizer_class, name, method)
+
+
+def add_masters(state: dict[str, Any], optimizer: ShardedOptimizer, stage: int) -> dict[str, Any]:
+    """Return ``state`` with this rank's masters, not copied: one tensor (shard_numel,) per trained unit.
+
+    Without the masters a 16-bit run would resume from rounded weights. At stage 0 in fp32 they are the model's own weights.
+    """
+    units = _trained(optimizer)
+    if stage == 0 and all(unit.master is unit.shard for unit in units):
+        return state
+    return {**state, FP32_FLAT_GROUPS if stage == 3 else SINGLE_PARTITION_OF_FP32_GROUPS: [unit.master for unit in units]}
+
+
+def take_masters(state: dict[str, Any], optimizer: ShardedOptimizer) -> list[torch.Tensor] | None:
+    """Remove from ``state`` the masters that ``add_masters`` added and return them; None if there are none.
+
+    Raises:
+        StateError: The masters belong to another number of ranks or to another model.
+    """
+    found = [state.pop(key) for key in (FP32_FLAT_GROUPS, SINGLE_PARTITION_OF_FP32_GROUPS) if key in state]
+    if not found:
+        return None
+    saved, own = [tuple(master.shape) for master in found[0]], [(unit.layout.shard_numel,) for unit in _trained(optimizer)]
+    if saved != own:
+        raise StateError(
+            f"this optimizer state holds fp32 masters of {sum(shape[0] for shape in saved):,} elements in {len(saved)} parts, "
+            f"but this optimizer has {sum(shape[0] for shape in own):,} in {len(own)}: the state is from another model or "
+            "another number of ranks. To change the number of ranks, use save_checkpoint and load_checkpoint"
+        )
+    return list(found[0])
+
+
+@torch.no_grad()
+def set_masters(optimizer: ShardedOptimizer, masters: Sequence[torch.Tensor]) -> None:
+    """Write this rank's masters, and update the weights of all ranks from them; collective."""
+    optimizer.state_store.settle()
+    units = _trained(optimizer)
+    for unit, master in zip(units, masters, strict=True):
+        own: Any = unit.master
+        own.copy_(master)
+    publish(units)
+    for pending in [all_gather_updated(unit) for unit in units]:
+        if pending is not None:
+            pending.wait()
+
+
+def _trained(optimizer: ShardedOptimizer) -> list[Unit]:
+    return [unit for unit in optimizer.units if unit.master is not None]
 
 
 def norm_groups(optimizer: DeepSpeedOptimizer) -> list[torch.Tensor]:
@@ -34,7 +186,7 @@ def _is(optimizer: DeepSpeedOptimizer, other: object) -> bool:
 
 
 class DeepSpeedOptimizer(ShardedOptimizer):
-    """A mixin with DeepSpeed's methods that ``give_names`` adds to the class of an engine's optimizer; more are in ``optimizer_getters``.
+    """A mixin with DeepSpeed's methods that ``give_names`` adds to the class of an engine's optimizer; more are in the tables above.
 
     Attributes:
         engine: The engine that the optimizer belongs to; None after ``destroy``.
@@ -73,6 +225,21 @@ class DeepSpeedOptimizer(ShardedOptimizer):
     def needs_scaler(self) -> bool:
         """Return whether a script's own backward needs ``engine.scale(loss)``: the loss scale changes, or is not 1."""
         return self.dynamic_loss_scale or self.loss_scale != 1.0
+
+    @property
+    def clip_grad(self) -> float:
+        """Return the norm that gradients are clipped to; 0 is off. A script may also set it between steps, alike on every rank.
+
+        Raises:
+            ConfigError: The number to set is negative or nan.
+        """
+        return float(self._engine().gradient_clipping())
+
+    @clip_grad.setter
+    def clip_grad(self, max_norm: float) -> None:
+        if not max_norm >= 0:
+            raise ConfigError(f"optimizer.clip_grad was set to {max_norm!r}; a number of at least 0 is allowed, and 0 turns clipping off")
+        requests.set_gradient_clipping(self._engine(), 0.0 if math.isinf(max_norm) else float(max_norm))
 
     @property
     def loss_scaler(self) -> Any:
@@ -179,7 +346,7 @@ class DeepSpeedOptimizer(ShardedOptimizer):
         self.engine = None
 
 
-optimizer_getters.bind(DeepSpeedOptimizer)
+bind(DeepSpeedOptimizer)
 
 _kinds: dict[str, type[Any]] = {}  # combined classes by name
 

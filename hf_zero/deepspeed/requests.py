@@ -99,7 +99,7 @@ def module_state_dict(engine: ConfiguredEngine, *args: Any, exclude_frozen_param
 
 def load_module_state_dict(
     engine: ConfiguredEngine,
-    state_dict: dict[str, Any],
+    checkpoint: Mapping[str, Any],
     strict: bool = True,
     custom_load_fn: Callable[..., Any] | None = None,
     **kwargs: Any,
@@ -108,7 +108,8 @@ def load_module_state_dict(
 
     Args:
         engine: The engine.
-        state_dict: Unsharded weights by name, the same on every rank; at stage 3 only rank 0's are read.
+        checkpoint: Unsharded weights by name, or a dict that has them under "module", the same on every rank; at stage 3 only rank 0's
+            are read.
         strict: Whether all names must match.
         custom_load_fn: Function that is called with ``src=`` and ``dst=`` instead of ``load_state_dict``.
         kwargs: Ignored; ``fetch_z3_params`` always applies at stage 3.
@@ -117,6 +118,8 @@ def load_module_state_dict(
         StateError: State of the engine is offloaded by ``offload_states``.
     """
     engine.offloaded_states.require_none("load_module_state_dict()")
+    within = checkpoint.get("module")
+    state_dict = dict(within if isinstance(within, Mapping) else checkpoint)
     with GatheredParameters(list(engine.module.parameters()), modifier_rank=0, enabled=engine.stage_policy.parameters_sharded):
         if custom_load_fn is not None:
             custom_load_fn(src=state_dict, dst=engine.module)

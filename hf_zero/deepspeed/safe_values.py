@@ -14,7 +14,7 @@ from hf_zero.core.optimizer.segments import master_of
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.schedule.shown_gradients import ShownGradients
-from hf_zero.core.step.loss_scale import LossScaler
+from hf_zero.core.step.precision import LossScaler
 from hf_zero.core.step.trained_set import TrainedUnits
 from hf_zero.core.step.written import write_gradient, written_gradient
 from hf_zero.core.units.unit import Unit, find_unit

@@ -12,7 +12,7 @@ order of the joined batch]) and ``listed`` (experts in a list, [Note: two runs o
 ``held`` (layers that were loaded with this rank's experts only, [Note: held experts]; guarded by ``core/units/guards.py`` until there is an
 engine), ``adapters`` (LoRA of stacked experts, [Note: adapters of stacked experts]), ``apply``. ``integrations/experts.py`` reads a rank's
 experts from a checkpoint ([Note: reading a share]). A parameter of experts is cut along its first dimension and marked like a
-tensor-parallel shard (``core/units/tp_shard.py``, ``expert=True``). A listed expert of another rank has parameters without rows. So names,
+tensor-parallel shard (``core/units/marks.py``, ``expert=True``). A listed expert of another rank has parameters without rows. So names,
 orders of units and collectives are the same on every rank.
 
 The forward of a stacked layer in transformers looks up its implementation in a table. ``integrations/experts.py`` puts functions into that
@@ -37,6 +37,6 @@ rank runs every layer, with tokens or without, so the position of all-to-alls am
 makes a rank without tokens take part in backward, and its experts get gradients of zero ([Note: gradients of idle experts]). For the same
 reason ``generate`` runs with ``synced_gpus``. Users' page: docs/experts.md.
 
-``deepspeed/moe/`` is DeepSpeed's own layer of experts: ``routes`` (expert and weight of each token) → ``gate`` → ``layer`` (experts in a
-list that ``find`` finds; its ``ep_size`` is a ``Claim`` about the mesh, [Note: experts of a MoE layer]) → ``params``.
+``deepspeed/moe/`` is DeepSpeed's own layer of experts: ``gate`` (expert and weight of each token) → ``layer`` (experts in a
+list that ``find`` finds; its ``ep_size`` is a ``Claim`` about the mesh, [Note: experts of a MoE layer]).
 """

@@ -17,8 +17,8 @@ from torch import nn
 
 from hf_zero.core.units.guards import guard_state_dict
 from hf_zero.core.units.layout import Range
+from hf_zero.core.units.marks import TpShard, cut, is_elsewhere, is_expert, mark_tp_shard
 from hf_zero.core.units.registration import unregister
-from hf_zero.core.units.tp_shard import TpShard, cut, is_elsewhere, is_expert, mark_tp_shard
 from hf_zero.core.units.unit import find_unit
 from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.expert_parallel.find import StackedExperts, shape_of_all, wrappers_of

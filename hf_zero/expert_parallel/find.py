@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.core.units.tp_shard import whole_shape
+from hf_zero.core.units.marks import whole_shape
 from hf_zero.core.units.unit import full_shape
 from hf_zero.errors import ConfigError, UnsupportedError
 

@@ -16,8 +16,8 @@ from torch import nn
 
 from hf_zero.core.units.guards import called_before_engine, guard, release
 from hf_zero.core.units.layout import Range
+from hf_zero.core.units.marks import TpShard, is_elsewhere, mark_tp_shard
 from hf_zero.core.units.registration import unregister
-from hf_zero.core.units.tp_shard import TpShard, is_elsewhere, mark_tp_shard
 from hf_zero.core.units.unit import full_shape
 from hf_zero.expert_parallel.find import ExpertLayer, StackedExperts
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from hf_zero.config.read import read_config
-from hf_zero.core.constructor_access import ConstructorAccess
+from hf_zero.core.model_init import ConstructorAccess
 from hf_zero.core.schedule import gathered_parameters as gathered
 from hf_zero.core.units.unit import full_shape, is_sharded
 from hf_zero.core.units.values import show_as_built
@@ -151,6 +151,7 @@ def build(method: Any, model_class: Any, config: Any, *args: Any, **kwargs: Any)
     quantized = getattr(config, "quantization_config", None) is not None
     if not deepspeed.is_deepspeed_zero3_enabled() or modeling_utils._is_ds_init_called or quantized:
         return method(model_class, config, *args, **kwargs)
+    _tell_that_it_shards()
     with Init(config_dict_or_path=deepspeed.deepspeed_config()), configuration_hidden():
         return method(model_class, config, *args, **kwargs)
 
@@ -171,11 +172,19 @@ def contexts_of_load(method: Any, *args: Any, **kwargs: Any) -> list[Any]:
     given = inspect.signature(method).bind(*args, **kwargs).arguments
     if not deepspeed.is_deepspeed_zero3_enabled() or given["is_quantized"] or given["_is_ds_init_called"] or "dtype" not in given:
         return method(*args, **kwargs)  # type: ignore[no-any-return]
+    _tell_that_it_shards()
     init = Init(config_dict_or_path=deepspeed.deepspeed_config())
     init.inner.fills_meta = True
     with configuration_hidden():
         contexts = method(*args, **kwargs)
     return [init, configuration_hidden(), *contexts]
+
+
+def _tell_that_it_shards() -> None:
+    """Log, by the library's own logger, that a model is built as shards: scripts and tests look for the beginning of this line."""
+    from transformers.utils import logging
+
+    logging.get_logger("transformers.modeling_utils").info("Detected DeepSpeed ZeRO-3: hf_zero shards this model as it is built")
 
 
 def tie_weights(method: Any, model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -271,7 +271,7 @@ SAVE_CHECKPOINT = Method(
     "transformers.trainer",
     "Trainer._save_checkpoint",
     "Trainer's own files of a checkpoint stay in output_dir, whatever hf_zero.checkpoint_url says",
-    around="hf_zero.integrations.checkpoint_urls:save_checkpoint",
+    around="hf_zero.integrations.trainer_snapshots:save_checkpoint",
 )
 JIT = Method(
     "transformers.trainer_jit_checkpoint",

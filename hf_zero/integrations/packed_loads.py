@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hf_zero.assembly.packed_weights import divide_loaded
 from hf_zero.deepspeed.zero_init import Init
-from hf_zero.memory import heap
+from hf_zero.memory import host_memory
 
 
 def load_packed(load: Callable[[], Any]) -> Any:
@@ -27,7 +27,7 @@ def load_packed(load: Callable[[], Any]) -> Any:
     """
     from transformers.integrations.deepspeed import deepspeed_config, is_deepspeed_zero3_enabled
 
-    heap.return_large_blocks()  # unsharded weights and buffers of quantization are freed between packed ones that stay
+    host_memory.return_large_blocks()  # unsharded weights and buffers of quantization are freed between packed ones that stay
     if not is_deepspeed_zero3_enabled():
         return load()
     init = Init(config_dict_or_path=deepspeed_config()).inner

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.config.sources import require_bounded_config
+from hf_zero.config.auto import require_bounded_config
 from hf_zero.errors import ConfigError
 from hf_zero.system.reading import shown
 from hf_zero.tensor_parallel.plan import TpPlan

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hf_zero.launch.parent import end_with_launcher
 from hf_zero.launch.placement import export_placement
+from hf_zero.launch.rank import end_with_launcher
 
 
 def start_state(method: Callable[..., Any], state: Any, *args: Any, **kwargs: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from hf_zero.core.engine import Engine
-from hf_zero.core.units.tp_shard import tp_shard_of
+from hf_zero.core.units.marks import tp_shard_of
 from hf_zero.core.units.unit import is_sharded
 from hf_zero.deepspeed.held_weights import given_to_another_rank
 from hf_zero.errors import StateError

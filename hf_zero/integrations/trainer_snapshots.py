@@ -1,4 +1,4 @@
-"""Take snapshots under Trainer, and let a Trainer whose ranks were started again go on from the newest one.
+"""Take snapshots under Trainer, let a Trainer whose ranks were started again go on from the newest one, and send its files to a store.
 
 [Note: a Trainer's snapshots] With ``hf_zero.snapshot_steps`` each rank's snapshot also holds Trainer's state, as client state. When the
 launcher has started the ranks again, ``Trainer.train`` finds a folder ``checkpoint-N`` beside the snapshots with the files that it reads
@@ -7,6 +7,9 @@ checkpoint of the output folder that is newer than the snapshot stays the choice
 
 After a spike an engine may go back to a snapshot (``checkpoint/rewinds.py``). Trainer's own state needs no change then, because the step
 counts like any step whose update was skipped; a scheduler that Trainer or accelerate steps goes back with the engine.
+
+Trainer's small files of a checkpoint go to the store that ``hf_zero.checkpoint_url`` names, and old checkpoints there are deleted:
+[Note: a Trainer's files in a store]. ``Trainer._save_checkpoint`` runs on every rank; the ranks agree on the outcome.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import dataclasses
 import json
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,12 +27,12 @@ from typing import Any
 import torch
 
 from hf_zero.assembly.same_settings import everyone_of
-from hf_zero.checkpoint.commit import agreement
+from hf_zero.checkpoint.commit import agreement, trainer_folders
 from hf_zero.checkpoint.commit.trainer_folders import STATE_FILE
 from hf_zero.checkpoint.engine_checkpoints import EngineCheckpoints
 from hf_zero.checkpoint.load import read_client_state
 from hf_zero.checkpoint.snapshots import folder_for, newest_in
-from hf_zero.checkpoint.state.random_generators import generator_states, restore_generators
+from hf_zero.checkpoint.state.beside import generator_states, restore_generators
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.engine import Engine
 from hf_zero.integrations import callers, methods
@@ -202,3 +205,29 @@ def _drawn(states: Mapping[str, Any], device: torch.device) -> Iterator[None]:
         yield
     finally:
         restore_generators(before, device)
+
+
+def save_checkpoint(function: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace ``Trainer._save_checkpoint``: also send its files to the store, if the configuration names one; collective.
+
+    Raises:
+        CheckpointError: A file could not be sent or deleted; on every rank.
+    """
+    result = function(trainer, *args, **kwargs)
+    engine = getattr(trainer, "model_wrapped", None)
+    checkpoints = engine.checkpoints if isinstance(engine, Engine) else None
+    if not isinstance(checkpoints, EngineCheckpoints) or not checkpoints.url or trainer.args.save_only_model:
+        return result
+    trial = kwargs.get("trial", args[1] if len(args) > 1 else None)
+    folder = Path(trainer._get_output_dir(trial=trial), f"checkpoint-{trainer.state.global_step}")
+    net, place = checkpoints.everyone(), checkpoints.place_for(folder)
+    what = f"sending the files of {folder} to {place}"
+    rank = trainer.args.process_index
+    agreement.on_all(net, what, lambda: trainer_folders.send(folder, place, trainer_folders.own_names(folder, rank)))
+    agreement.on_first(net, what, lambda: trainer_folders.send(folder, place, [trainer_folders.STATE_FILE]))
+    limit = trainer.args.save_total_limit
+    if limit is not None and limit > 0:
+        best = os.path.basename(trainer.state.best_model_checkpoint or "")
+        agreement.on_first(net, f"rotating the checkpoints in {place.parent}", lambda: trainer_folders.rotate(place.parent, limit, best))
+    log_rank0("Trainer's files of %s are in %s", folder, place)
+    return result

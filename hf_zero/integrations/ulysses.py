@@ -8,9 +8,9 @@ from torch import nn
 
 from hf_zero.comm.topology import sequence_topology
 from hf_zero.errors import ConfigError, UnsupportedError
+from hf_zero.sequence_parallel.attention import standing_in, trade_in_attention
 from hf_zero.sequence_parallel.forward import SliceSettings
 from hf_zero.sequence_parallel.state import SequenceParallel
-from hf_zero.sequence_parallel.table import standing_in, trade_in_attention
 
 
 class UlyssesSPAttentionHF:

@@ -15,7 +15,7 @@ from torch import nn
 
 from hf_zero.checkpoint.model.export import expert_axis_of, model_axis_of
 from hf_zero.checkpoint.model.stream import Piece, WeightStream
-from hf_zero.core.units.packed import is_packed, is_wrapped
+from hf_zero.core.units.marks import is_packed, is_wrapped
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from hf_zero.launch import flags, nodes, rank, ssh
 from hf_zero.launch import hosts as host_lists
 from hf_zero.launch.flags import DEFAULT_HOSTFILE
 from hf_zero.launch.hosts import Host
-from hf_zero.launch.parent import VARIABLE
 from hf_zero.launch.placement import DEFAULT_PORT
+from hf_zero.launch.rank import VARIABLE
 from hf_zero.system.text_file import read_text_file
 
 # Prefixes of the environment variables that are passed to ranks on other hosts.

@@ -1,22 +1,29 @@
 """Start the script of one rank: with ``--local_rank``, as DeepSpeed's launcher does and torchrun does not, and with output of its own.
 
 On a node of `hf-zero launch` over ssh, each rank writes into pipes of the node's agent (``agent``), so its lines stay whole and have its
-rank in front. torchrun starts this module instead of the script, and this module replaces itself by the script.
+rank in front. torchrun starts this module instead of the script, and this module replaces itself by the script. A rank also ends when its
+launcher is killed.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import re
+import signal
 import stat
 import sys
 
+from hf_zero.errors import ConfigError
 from hf_zero.launch.agent import OUTPUTS, REPORT
+from hf_zero.system.process import linux_function
 from hf_zero.system.text_file import LIMIT_BYTES, read_bytes
 
 _DECLARED = re.compile(r"""["']--local_rank["']""")
 _FLAGS = ("--local_rank", "--module", "--no_python")
+VARIABLE = "HF_ZERO_LAUNCHER"  # process ID of the launcher that starts the ranks of this machine
+_PR_SET_PDEATHSIG = 1
 
 
 def wants_local_rank(options: argparse.Namespace) -> bool:
@@ -65,3 +72,24 @@ def _take_pipes() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def end_with_launcher() -> None:
+    """Ask the kernel to kill this process when its parent, `hf-zero launch`, ends. Linux only.
+
+    A launcher that receives a signal it can handle ends its ranks itself. After ``kill -9`` the ranks would wait for each other until
+    their timeout, and occupy their devices. Child processes of a rank (workers of a loader) are not affected: they inherit the variable but
+    have another parent.
+
+    Raises:
+        ConfigError: The launcher has already ended.
+    """
+    number = os.environ.get(VARIABLE, "")
+    if number != str(os.getppid()):
+        return
+    function = linux_function("prctl", ctypes.c_int, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong)
+    if function is None:
+        return
+    function(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != int(number):  # the launcher ended between the two calls
+        raise ConfigError(f"the launcher (process {number}) was killed, so this rank ends too")

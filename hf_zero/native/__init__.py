@@ -20,16 +20,22 @@ parity runs; the speeds have not been compared. The codes of 1-bit Adam are Trit
 Passes of optimizers, norms and copies share threads that the library keeps (``kernels/threads.cpp``): free threads take the next chunk,
 and Python's lock is taken once a pass. On machines of 8 and more processors a thread looks for the next pass for half a millisecond
 before it sleeps, because waking a thread costs milliseconds in a virtual machine. A call of the other kernels uses one thread;
-``native/thread_ranges.py`` cuts a range for several.
+``native/ranges.py`` cuts a range for several.
 """
 
-from hf_zero.native.adagrad import adagrad_reference, adagrad_update
-from hf_zero.native.adam import AdamRule, adam_reference, adam_update
-from hf_zero.native.convert import convert
+from hf_zero.native.host_updates import (
+    AdamRule,
+    adagrad_reference,
+    adagrad_update,
+    adam_reference,
+    adam_update,
+    lion_reference,
+    lion_update,
+    sgd_reference,
+    sgd_update,
+)
 from hf_zero.native.library import Status, status
-from hf_zero.native.lion import lion_reference, lion_update
-from hf_zero.native.norm import squared_norm, squared_norm_reference
-from hf_zero.native.sgd import sgd_reference, sgd_update
+from hf_zero.native.ranges import convert, squared_norm, squared_norm_reference
 
 __all__ = [
     "AdamRule",

@@ -16,7 +16,7 @@ from hf_zero.native import codes_reference, triton_codes
 from hf_zero.native.chunks import CHUNK_NUMEL, ChunkTable, Fresh, MoveRule, Sent, Target
 from hf_zero.native.library import library_for
 from hf_zero.native.passes import address, floats
-from hf_zero.native.thread_ranges import for_thread_ranges
+from hf_zero.native.ranges import for_thread_ranges
 
 
 class _Rule(ctypes.Structure):

@@ -28,7 +28,7 @@ from hf_zero.native import quantize_reference, triton_quantize
 from hf_zero.native.block_codes import LARGEST, QUANTIZE_BLOCK, KeptError, block_count, codes_of, message_bytes, scales_of
 from hf_zero.native.library import ELEMENT_TYPES, library_for
 from hf_zero.native.passes import address
-from hf_zero.native.thread_ranges import for_thread_ranges
+from hf_zero.native.ranges import for_thread_ranges
 
 _STEP = 16 * QUANTIZE_BLOCK
 

@@ -1,4 +1,4 @@
-"""The Triton source of ``adam.py``; importing it needs Triton."""
+"""The Triton source of Adam in ``host_updates.py``; importing it needs Triton."""
 
 # No postponed annotations here: Triton reads `tl.constexpr` from them.
 import triton

@@ -11,9 +11,9 @@ from typing import TypeVar
 import torch
 
 from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.nodes import free_bytes, ranks_on_this_host
 from hf_zero.config.schema.root import ZeroConfig
 from hf_zero.config.schema.zero import ZeroOptimization
-from hf_zero.core.free_memory import free_bytes, ranks_on_this_host
 from hf_zero.core.optimizer.clones import state_types
 from hf_zero.core.schedule.gradients import GradientPlace
 from hf_zero.core.stages import StagePolicy
@@ -30,7 +30,7 @@ from hf_zero.offload.files import PlannedFile, PlannedFolder, SwapFile, SwapFold
 from hf_zero.offload.host_states import HostGradients, HostStates
 from hf_zero.offload.shards import FileStorage, HostStorage, ReturningStorage
 from hf_zero.offload.state_store import OffloadedStateStore, OverlapPolicy
-from hf_zero.ops.host_optimizer import HostOptimizer
+from hf_zero.ops.host_optimizers import HostOptimizer
 from hf_zero.system.sizes import gib
 
 T = TypeVar("T")

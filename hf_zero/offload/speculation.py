@@ -22,7 +22,7 @@ from hf_zero.core.units.layout import Range
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import StateError
 from hf_zero.memory.buffers import HostMemory
-from hf_zero.native.convert import copy
+from hf_zero.native.ranges import copy
 from hf_zero.observe import span
 from hf_zero.offload.host_states import SubGroup
 from hf_zero.offload.updates import UnitUpdate, UpdateThread, zero_gaps

@@ -6,7 +6,7 @@ the tensors that cross borders, the holders of each parameter) → ``apply`` (di
 stages' modules) → ``own_stages`` ([Note: one forward for all stages]) → ``border_types`` ([Note: types under autocast]), ``passes``
 ([Note: two passes]) and ``model_stages`` (one stage as torch's ``schedules`` run it) → ``forward``, which replaces ``model.forward``
 ([Note: losses of parts]) until the last engine of the model is destroyed; ``result_shapes``, ``pending`` (logits that may never be read;
-hooks on them wait for the values), ``generation``, ``train``, ``limits``. ``held`` describes a model of which a rank has loaded its own
+hooks on them wait for the values), ``generation``, ``train``. ``held`` describes a model of which a rank has loaded its own
 stages alone ([Note: held stages]). ``integrations/stage_loads.py`` does that loading ([Note: reading a stage]); it finds the names in the
 checkpoint files as expert parallelism does (``checkpoint_slices``).
 
@@ -15,7 +15,7 @@ stages and tensor parallelism; ``pipe`` and ``tensor`` are its two parts. Tensor
 experts of a stage are divided after the stages are divided and before the pipeline replaces the forward (``assembly/axes.py``);
 ``Topology.parts`` is all ranks that hold one model with its experts. Ranks that hold experts for each other agree on the number of parts,
 and on when a kind of batch is new. A parameter of another stage is empty here and in no unit. It is marked as a tensor-parallel shard that
-is elsewhere (``core/units/tp_shard.py``, ``is_elsewhere``), so norm, overflow check and checkpoints count it as a part that other ranks
+is elsewhere (``core/units/marks.py``, ``is_elsewhere``), so norm, overflow check and checkpoints count it as a part that other ranks
 hold. A weight that several stages hold is a unit of its own, whose gradients take one more sum over these stages and the replicas of its
 shards (``ReplicatedSum``), and counts once in the norm. Blocks have no hooks in a pipeline: nothing is resharded.
 

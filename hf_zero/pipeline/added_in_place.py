@@ -9,10 +9,9 @@ from torch import nn
 
 from hf_zero.core.schedule.gradients import BufferPool, Collector
 from hf_zero.core.schedule.hops import GradientPolicy
-from hf_zero.core.units.memory_uses import is_only_view
 from hf_zero.core.units.unit import Unit
-from hf_zero.pipeline.apply import pipeline_of
-from hf_zero.pipeline.self_divided import DividesItself
+from hf_zero.core.units.whole_buffer import is_only_view
+from hf_zero.pipeline.apply import DividesItself, pipeline_of
 
 
 def collector_of(model: nn.Module) -> type[Collector]:

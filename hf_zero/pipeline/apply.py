@@ -1,11 +1,14 @@
-"""Divide the layers of a model over the stages of a pipeline, in place."""
+"""Divide the layers of a model over the stages of a pipeline, in place, and refuse features that cannot be combined with a pipeline.
+
+A model may define its own stages (a PipelineModule); each rank has then built only its own layers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -14,9 +17,10 @@ from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.topology import Topology
 from hf_zero.config.schema.parallel import Pipeline as Settings
+from hf_zero.config.schema.root import ZeroConfig
 from hf_zero.core.units.guards import guard_state_dict
 from hf_zero.core.units.layout import Range
-from hf_zero.core.units.tp_shard import TpShard, mark_on_all_stages, mark_tp_shard, tp_shard_of
+from hf_zero.core.units.marks import TpShard, is_elsewhere, mark_on_all_stages, mark_tp_shard, tp_shard_of, whole_shape
 from hf_zero.core.units.unit import find_unit
 from hf_zero.errors import ConfigError, HfZeroError, StateError, UnsupportedError
 from hf_zero.observe import log_rank0
@@ -25,8 +29,7 @@ from hf_zero.pipeline.held import Held, is_held, let_go
 from hf_zero.pipeline.own_stages import OwnStages
 from hf_zero.pipeline.partition import make_plan, replan
 from hf_zero.pipeline.plan import PipelinePlan, Placement
-from hf_zero.pipeline.schedules import FOLDED, check_schedule
-from hf_zero.pipeline.self_divided import DividesItself, equal_where_shared, schedule_of
+from hf_zero.pipeline.schedules import FOLDED, SINGLE, check_schedule
 from hf_zero.pipeline.templates import Templates
 from hf_zero.system.planning import looking_aside, with_values
 from hf_zero.tensor_parallel.same_data import SameData, equal_random_state
@@ -34,6 +37,34 @@ from hf_zero.tensor_parallel.skeleton import skeleton
 from hf_zero.tensor_parallel.split import equal_weights
 
 _PIPELINE = "_hf_zero_pipeline"  # attribute of a divided model
+
+
+def require_served(config: ZeroConfig) -> None:
+    """Refuse options that cannot be combined with the stages of a pipeline.
+
+    Raises:
+        UnsupportedError: Stage 3, quantized collectives, or parameters off the device.
+    """
+    refuse_sharded_parameters(config)
+    zero = config.zero_optimization
+    if zero.zero_quantized_gradients or zero.zero_quantized_weights:
+        raise UnsupportedError(
+            "pipeline.stages and ZeRO++ (zero_quantized_weights, zero_quantized_gradients) cannot be combined: leave one out"
+        )
+
+
+def refuse_sharded_parameters(config: ZeroConfig) -> None:
+    """Refuse ZeRO stage 3 beside a pipeline.
+
+    Raises:
+        UnsupportedError: The configuration asks for stage 3.
+    """
+    if config.zero_optimization.stage == 3:
+        raise UnsupportedError(
+            "a pipeline (pipeline.stages, PipelineModule) and zero_optimization.stage 3 exclude each other: at stage 3 a "
+            "stage of the pipeline would gather its layers again for each part of a batch, and so send the whole model once "
+            "per part. Set zero_optimization.stage to 1 or 2, or leave the pipeline out and let stage 3 shard all layers"
+        )
 
 
 @dataclass(frozen=True)
@@ -265,4 +296,44 @@ def summary(plan: PipelinePlan, model: nn.Module) -> str:
     return f"pipeline of {plan.stages} stages for {type(model).__name__}: {told}{shared}"
 
 
-__all__ = ["Pipeline", "divide_layers", "pipeline_of", "pipelined", "plan_pipeline", "put_forward"]
+@runtime_checkable
+class DividesItself(Protocol):
+    """A model that knows its stages, one on each rank, and runs them itself."""
+
+    def pipeline_plan(self) -> PipelinePlan:
+        """Return the plan that assigns calls and parameters to stages."""
+
+
+def schedule_of(settings: Settings) -> str:
+    """Return the schedule that the configuration's ``pipeline`` names.
+
+    Raises:
+        ConfigError: The schedule, or ``stages_per_rank``, needs several stages on each rank.
+    """
+    name, each = settings.schedule, settings.stages_per_rank
+    if name not in SINGLE or each != 1:
+        raise ConfigError(
+            f"pipeline.schedule {name} with pipeline.stages_per_rank {each}: a PipelineModule has one stage on each rank; "
+            f"{' and '.join(SINGLE)} with 1 are allowed"
+        )
+    return name
+
+
+def equal_where_shared(model: nn.Module, held_by: Mapping[str, tuple[int, ...]], pipe: Collectives) -> None:
+    """Give parameters that several ranks of a pipeline hold the values of the first of these ranks; collective over the pipeline.
+
+    Args:
+        model: A model whose parameters are whole on the ranks that hold them.
+        held_by: Name of each parameter -> the ranks that hold it, ascending.
+        pipe: The ranks of the pipeline.
+    """
+    for name, param in model.named_parameters():
+        holders = held_by[name]
+        if len(holders) == 1:
+            continue
+        whole = (whole_shape(param) if is_elsewhere(param) else None) or param.shape
+        values = param.data if pipe.rank in holders else torch.empty(whole, dtype=param.dtype)
+        values = values.to(pipe.topology.device).contiguous()
+        pipe.broadcast(values, holders[0], name)
+        if pipe.rank in holders:
+            param.data.copy_(values)

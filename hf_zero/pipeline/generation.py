@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.generation import StandsBefore
-from hf_zero.core.units.tp_shard import is_elsewhere
+from hf_zero.core.units.marks import is_elsewhere
 from hf_zero.observe import warn_once
 from hf_zero.pipeline.forward import PipelinedForward
 from hf_zero.system.sizes import size_text

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hf_zero.core.units.guards import called_before_engine, guard, release
-from hf_zero.core.units.tp_shard import TpShard, mark_tp_shard, unmark_tp_shard
+from hf_zero.core.units.marks import TpShard, mark_tp_shard, unmark_tp_shard
 from hf_zero.pipeline.plan import PipelinePlan
 from hf_zero.pipeline.templates import placeholder
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.core.units.tp_shard import is_elsewhere
+from hf_zero.core.units.marks import is_elsewhere
 from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.pipeline.plan import Crossing, PipelinePlan, Placement
 from hf_zero.pipeline.templates import Templates

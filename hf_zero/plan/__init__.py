@@ -1,17 +1,16 @@
 """Predict memory, bytes sent and time of a training run before the hardware exists.
 
 ``hf-zero plan`` (users' page: docs/plan.md) runs the engine itself on fake tensors. A plan of one configuration goes through these modules:
-``command`` has the flags; ``models`` and ``trainable`` build the model on the meta device; ``pretended`` makes this process one rank of a
-world of torch's fake back end, on a device "planned" that is written in Python; ``recorder`` is a dispatch mode above torch's
-``FakeTensorMode`` that records each storage ([Note: a storage of a fake tensor]); ``attention`` gives the pretended device the attention
-kernels of a GPU and models the masks of a run; ``choices`` fixes which tokens choose which experts in layers with lists of experts ([Note:
-known choices]); ``run`` trains two steps of one rank, marks the purpose of each tensor and asks the saving code for the size of a
-checkpoint; ``stages`` runs one rank of each stage of a pipeline ([Note: stages of a plan]); ``prediction`` evaluates the recording;
-``report`` prints and draws it.
+``command`` has the flags; ``models`` builds the model on the meta device; ``pretended`` makes this process one rank of a world of torch's
+fake back end, on a device "planned" that is written in Python, with the attention kernels of a GPU, and fixes which tokens choose which
+experts in layers with lists of experts ([Note: known choices]); ``recorder`` is a dispatch mode above torch's ``FakeTensorMode`` that
+records each storage ([Note: a storage of a fake tensor]); ``run`` trains two steps of one rank, marks the purpose of each tensor and asks
+the saving code for the size of a checkpoint; ``workers`` runs one rank of each stage of a pipeline ([Note: stages of a plan]);
+``prediction`` evaluates the recording; ``report`` prints and draws it.
 
-A search (``--fit``) adds ``candidates`` (the search space), ``costs`` and ``few_blocks`` ([Note: few blocks]), ``rates`` ([Note: roofline];
+A search (``--fit``) adds ``candidates`` (the search space), ``costs`` and ``few_blocks`` ([Note: few blocks]; [Note: roofline];
 ``measure`` times a machine), ``workers`` (processes that run engines), ``planner`` (plans each candidate once), ``search`` ([Note:
-exclusion without a plan]) with ``memory_bounds`` and ``time_bounds``, ``written`` and ``fit``. ``fsdp_keys`` is the table of FSDP's keys
+exclusion without a plan]) with ``bounds``, ``written`` and ``fit``. ``fsdp_keys`` is the table of FSDP's keys
 with our counterparts, from which ``plan --from`` (``fsdp_source`` reads, ``from_fsdp`` translates) and the page docs/coming-from-fsdp.md
 are made.
 

@@ -90,8 +90,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _draw(prediction: Prediction, options: argparse.Namespace) -> None:
-    from hf_zero.plan.page import write_page
-    from hf_zero.plan.report import draw
+    from hf_zero.plan.report import draw, write_page
     from hf_zero.system.pictures import is_page
 
     title = f"{options.model} on {options.ranks} rank(s)"
@@ -132,9 +131,7 @@ def _refuse_unread(options: argparse.Namespace, read: set[str]) -> None:
 
 def _inputs(options: argparse.Namespace) -> fit.PlanInputs:
     """Return the inputs of a plan that the flags describe: model, ranks and hardware."""
-    from hf_zero.plan.cluster import Cluster, Hardware
-    from hf_zero.plan.model_wish import ModelWish
-    from hf_zero.plan.quantities import bytes_per_second_of
+    from hf_zero.plan.inputs import Cluster, Hardware, ModelWish, bytes_per_second_of
     from hf_zero.system.sizes import bytes_of
 
     for flag in ("ranks", "ranks_per_node", "micro_batch", "sequence", "tflops", "every_n_layers"):
@@ -160,7 +157,7 @@ def _inputs(options: argparse.Namespace) -> fit.PlanInputs:
 
 def _predict(options: argparse.Namespace, inputs: fit.PlanInputs) -> Prediction:
     from hf_zero.config.mesh import claims_of_config, solve
-    from hf_zero.plan.cluster import Load
+    from hf_zero.plan.inputs import Load
     from hf_zero.system.pictures import is_page, require_folder, require_place
 
     if options.config is None:
@@ -173,7 +170,7 @@ def _predict(options: argparse.Namespace, inputs: fit.PlanInputs) -> Prediction:
 
     from hf_zero.core.holdings import taken
     from hf_zero.plan.models import build_model, sequence_of
-    from hf_zero.plan.stages import plan_step
+    from hf_zero.plan.workers import plan_step
 
     imports = taken(torch.device("cpu"))
     model = build_model(inputs.model)

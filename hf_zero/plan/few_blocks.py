@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from hf_zero.errors import ConfigError
-from hf_zero.plan.model_wish import ModelWish
+from hf_zero.plan.inputs import ModelWish
 from hf_zero.plan.models import build_model, takes_every
 
 _LEAST = 4  # blocks of the smallest model; with fewer, too few are between the first and the last

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 from hf_zero.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hf_zero.plan.cluster import Cluster, Hardware
-    from hf_zero.plan.model_wish import ModelWish
+    from hf_zero.plan.costs import Rates
+    from hf_zero.plan.inputs import Cluster, Hardware, ModelWish
     from hf_zero.plan.planner import Planner
-    from hf_zero.plan.rates import Rates
     from hf_zero.plan.search import Answer, Fitting
 
 LONG = 8192
@@ -217,7 +216,7 @@ class _Bar:
 
 
 def _given_rates(options: argparse.Namespace) -> dict[str, float]:
-    from hf_zero.plan.quantities import bytes_per_second_of
+    from hf_zero.plan.inputs import bytes_per_second_of
 
     given = {}
     for text in options.rate:
@@ -229,8 +228,8 @@ def _given_rates(options: argparse.Namespace) -> dict[str, float]:
 
 
 def _rates(options: argparse.Namespace, inputs: PlanInputs, base: Mapping[str, Any]) -> Rates:
+    from hf_zero.plan.costs import rates_of
     from hf_zero.plan.measure import measure
-    from hf_zero.plan.rates import rates_of
 
     cluster, limits = inputs.cluster, inputs.hardware
     given = {"tflops": limits.flops and limits.flops / 1e12, "link": limits.link, "node-link": limits.node_link, **_given_rates(options)}
@@ -306,6 +305,6 @@ def _limits_text(planner: Planner) -> str:
 
 
 def _rate_lines(rates: Rates) -> list[str]:
-    from hf_zero.plan.rates import WHAT
+    from hf_zero.plan.costs import WHAT
 
     return [f"- {rate.source}: {name} {rate.value:.4g} ({WHAT[name]})" for name, rate in rates.table.items()]

@@ -10,8 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
-from hf_zero.config.names import nearest
-from hf_zero.config.problems import show
+from hf_zero.config.problems import nearest, show
 from hf_zero.errors import ConfigError
 from hf_zero.plan import fsdp_keys
 from hf_zero.plan.fsdp_keys import TABLES, FsdpKey

@@ -8,9 +8,9 @@ from typing import Any
 
 from hf_zero.errors import HfZeroError
 from hf_zero.plan.candidates import Candidate, Space, Tier
-from hf_zero.plan.cluster import Cluster, Hardware, Load
 from hf_zero.plan.costs import Costs, extrapolated
 from hf_zero.plan.few_blocks import Blocks
+from hf_zero.plan.inputs import Cluster, Hardware, Load
 from hf_zero.plan.prediction import host_limit
 from hf_zero.plan.workers import Task, Workers
 from hf_zero.system.sizes import size_text

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hf_zero.core.holdings import KINDS, TIERS
-from hf_zero.plan.cluster import Cluster, Hardware
+from hf_zero.plan.inputs import Cluster, Hardware
 from hf_zero.plan.recorder import Change, Storage
 from hf_zero.plan.run import Observation
 from hf_zero.system.sizes import size_text

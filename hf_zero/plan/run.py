@@ -22,19 +22,16 @@ from hf_zero.comm.link import Link
 from hf_zero.comm.topology import Topology
 from hf_zero.config.mesh import requested_context, requested_slices
 from hf_zero.core.holdings import holdings, loose_tensors
-from hf_zero.core.units.packed import is_packed, is_wrapped
-from hf_zero.core.units.tp_shard import is_expert
+from hf_zero.core.units.marks import is_expert, is_packed, is_wrapped
 from hf_zero.errors import ConfigError, HfZeroError, UnsupportedError
 from hf_zero.expert_parallel.apply import shares_of
 from hf_zero.integrations.attach import initialize
 from hf_zero.integrations.ulysses import UlyssesSPAttentionHF
 from hf_zero.pipeline.apply import Pipeline, pipeline_of
 from hf_zero.pipeline.forward import pipelined
-from hf_zero.plan.attention import device_attention, masks_by_values
-from hf_zero.plan.choices import Choices
-from hf_zero.plan.cluster import Cluster, Load
+from hf_zero.plan.inputs import Cluster, Load
 from hf_zero.plan.models import PlannedModel, give_memory, loss_of
-from hf_zero.plan.pretended import pretended_world
+from hf_zero.plan.pretended import Choices, device_attention, masks_by_values, pretended_world
 from hf_zero.plan.recorder import NOWHERE, Change, StorageRecorder, Work
 from hf_zero.sequence_parallel.batches import UlyssesSPDataLoaderAdapter
 from hf_zero.sequence_parallel.state import SequenceParallel

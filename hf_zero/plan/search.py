@@ -28,12 +28,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from hf_zero.errors import ConfigError, HfZeroError
+from hf_zero.plan.bounds import MemoryBounds, TimeBounds
 from hf_zero.plan.candidates import STAGES, Candidate, Family, Layout, Tier, families_of
-from hf_zero.plan.costs import Costs
-from hf_zero.plan.memory_bounds import MemoryBounds
+from hf_zero.plan.costs import Costs, Rates
 from hf_zero.plan.planner import Planner
-from hf_zero.plan.rates import Rates
-from hf_zero.plan.time_bounds import TimeBounds
 
 SHOWN = 5  # number of best candidates in the answer
 _REFUSED = "refused"

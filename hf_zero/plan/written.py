@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_zero.config.mesh import requested_context, requested_slices
 from hf_zero.errors import ConfigError
-from hf_zero.plan.cluster import Cluster
+from hf_zero.plan.inputs import Cluster
 from hf_zero.system import own_files
 
 _ACTIVATIONS = {

@@ -17,8 +17,7 @@ from hf_zero.core.holdings import taken
 from hf_zero.core.schedule.torch_internals import in_backward
 from hf_zero.observe import log_rank0, warn_once
 from hf_zero.profiling.costs import ModelOperations
-from hf_zero.profiling.slow_ranks import SlowRanks
-from hf_zero.profiling.waits import WaitTimes
+from hf_zero.profiling.waits import SlowRanks, WaitTimes
 from hf_zero.system.sizes import gib
 
 # 10^12 operations per second of dense bf16 matrix products with fp32 sums; vendors' numbers "with sparsity" are twice as high.

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from hf_zero.config.schema import tools
+from hf_zero.config.schema import monitoring
 from hf_zero.core.step.progress import Clock
 from hf_zero.observe import global_rank
 from hf_zero.profiling.costs import OperationCounter, count_params
@@ -42,7 +42,7 @@ class ProfilingClock(Clock):
     """
 
     def __init__(
-        self, device: torch.device, memory: bool, section: tools.FlopsProfiler, module: nn.Module, count: StepCount, ranks: int
+        self, device: torch.device, memory: bool, section: monitoring.FlopsProfiler, module: nn.Module, count: StepCount, ranks: int
     ) -> None:
         super().__init__(device, breakdown=True, memory=memory)
         self.profiler = FlopsProfiler(module, recompute_fwd_factor=section.recompute_fwd_factor)

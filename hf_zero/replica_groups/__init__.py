@@ -12,7 +12,7 @@ each optimizer step which groups take part, and its process group is made anew w
 * States. A group that comes back, or has fallen behind, gets a checkpoint through host memory: rank k of a group that has the newest state
   writes its files and sends them to rank k (``transfer``).
 * Data. Batches are numbered. A number that was given to a group that dies is given to another one, and counts as taken when a step that
-  contains it is (``shares``, ``sampler``).
+  contains it is (``sampler``).
 * History. Each group carries a digest of all steps and who took part in each. Two groups of the same step with different digests have
   trained apart (a group was frozen while the others went on); the second takes the first one's state.
 """

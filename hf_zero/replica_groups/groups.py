@@ -19,11 +19,10 @@ from hf_zero.core.engine import Engine, on_destroy
 from hf_zero.core.step.agreement import facts_of
 from hf_zero.core.step.written import WrittenValues
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
-from hf_zero.native.crc32 import crc32_chunks
+from hf_zero.native.ranges import crc32_chunks
 from hf_zero.observe import log_rank0
 from hf_zero.replica_groups.quorum import Formed, Quorum, group_number
-from hf_zero.replica_groups.sampler import serve_numbers
-from hf_zero.replica_groups.shares import Shares
+from hf_zero.replica_groups.sampler import Shares, serve_numbers
 from hf_zero.replica_groups.transfer import receive_state, send_state
 from hf_zero.system import exit_status, last_words
 
@@ -243,6 +242,16 @@ class ReplicaGroups:
         everyone = self._net.gather_objects(sums, "digest of the weights")
         return _digest_of(everyone, self.engine.progress.global_steps)
 
+    def batches(self) -> dict[str, Any]:
+        """Return the batches after the last step, as plain JSON values; a checkpoint holds them."""
+        return self._settled
+
+    def continue_with(self, batches: Mapping[str, Any]) -> None:
+        """Continue with the batches of a loaded checkpoint, unless this process has read batches already; local."""
+        if not (self._first or self._read):
+            self.shares.load_state_dict(batches)
+            self._settled = self.shares.state_dict()
+
     # -- the end of a step -------------------------------------------------------------------------------------------------
 
     def average(self, shards: Sequence[torch.Tensor], max_norm: float) -> int:
@@ -377,5 +386,7 @@ def join(engine: Engine) -> None:
     if engine.stepper is None or engine.collectives.pretended:
         return
     groups = ReplicaGroups(engine)
+    if isinstance(engine.checkpoints, EngineCheckpoints):
+        engine.checkpoints.batches = groups
     engine.stepper.groups = groups
     engine.register_forward_pre_hook(groups.before_forward)

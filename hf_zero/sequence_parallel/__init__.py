@@ -4,13 +4,13 @@
 groups, and only the batch arithmetic counts groups. ``heads`` (which heads a rank computes) → ``exchange`` (heads for sequences and back:
 one all-to-all each way, its gradient another) → ``layer`` (``DistributedAttention``), ``masks`` ([Note: whole masks]) → ``attention``
 (the function that stands in transformers' table); ``token_flow`` (where else tokens meet, [Note: token flow]), ``joining``,
-``sequence_functions``, ``between_layers``, ``cut_layers`` ([Note: cut layers]), ``whole_inputs`` (models whose layers are cut) →
+``sequence_functions``, ``cut_layers`` ([Note: cut layers]), ``whole_inputs`` (models whose layers are cut) →
 ``positions`` ([Note: own positions], [Note: frequencies of the longest]),
 ``sliceable`` (which models can), ``randomness`` ([Note: dropout over slices]) → ``forward`` (hooks around a model: when it sees slices) →
-``state`` (the groups, as ``mpu``); ``batches`` cuts what loaders give. ``table`` and ``integrations/ulysses.py`` register them with
+``state`` (the groups, as ``mpu``); ``batches`` cuts what loaders give. ``attention`` and ``integrations/ulysses.py`` register them with
 transformers.
 Context parallelism: ``layout`` ([Note: head and tail]) → ``gathered`` (``allgather``) and ``ring`` (``alltoall``), both over ``blocks``
-([Note: partial attention]) → ``row_masks`` ([Note: own rows]), ``joined`` (losses and outputs of whole sequences), ``dividable`` (which
+([Note: partial attention]) → ``masks`` ([Note: own rows]), ``joining`` (losses and outputs of whole sequences), ``sliceable`` (which
 models can) → ``context_forward`` ([Note: whole batches]) → ``state``; ``integrations/context.py`` is accelerate's and Trainer's side.
 Their groups are an axis of ``comm/topology.py`` ([Note: cpu:gloo]). docs/sequence-parallel.md is the users' page.
 """

@@ -22,15 +22,14 @@ from torch import nn
 from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import ConfigError, HfZeroError, StateError, UnsupportedError
 from hf_zero.sequence_parallel.batches import IGNORED, LABELS, Batch, counted_by_adapter, is_medium, is_slice, mark_slice, whole_batch
-from hf_zero.sequence_parallel.dividable import require_dividable, sees_later_tokens, shifts_labels
 from hf_zero.sequence_parallel.forward import BoundForwards, Randomness, SliceSettings, bound_forwards
 from hf_zero.sequence_parallel.gathered import ContextAttention
-from hf_zero.sequence_parallel.joined import join_loss, join_tokens
+from hf_zero.sequence_parallel.joining import join_loss, join_tokens
 from hf_zero.sequence_parallel.layout import Layout
+from hf_zero.sequence_parallel.masks import RowMasks
 from hf_zero.sequence_parallel.positions import OwnPositions, WholeRotary, require_even_temperature
 from hf_zero.sequence_parallel.ring import RingAttention, require_ring
-from hf_zero.sequence_parallel.row_masks import RowMasks
-from hf_zero.sequence_parallel.sliceable import NO_ROUTERS, ROUTERS
+from hf_zero.sequence_parallel.sliceable import NO_ROUTERS, ROUTERS, require_dividable, sees_later_tokens, shifts_labels
 
 _PER_TOKEN = ("logits", "last_hidden_state", "hidden_states")  # outputs (batch, tokens, ...), or tuples of such
 _cut_by_caller: ContextVar[tuple[int, ...]] = ContextVar("hf_zero cut sequences", default=())

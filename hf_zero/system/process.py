@@ -1,10 +1,12 @@
-"""Identify a process in a file, so that another process can later find out whether it still runs."""
+"""Identify a process in a file, so that another process can find out whether it still runs; and call functions of Linux's C library."""
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import socket
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -125,3 +127,15 @@ def _started(pid: int) -> str:
 @cache
 def _boot() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")[:8]
+
+
+def linux_function(name: str, *argument_types: Any) -> Any:
+    """Return the C function ``name``; None on other systems, or if the library has no such function."""
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        function = getattr(ctypes.CDLL(None), name)
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = list(argument_types)
+    return function

@@ -21,9 +21,9 @@ from torch import nn
 
 from hf_zero.errors import ConfigError
 from hf_zero.observe import warn_once
+from hf_zero.tensor_parallel.infer import add_local_split
 from hf_zero.tensor_parallel.local_split import LocalSplit
 from hf_zero.tensor_parallel.plan import COLUMN, GATHERED, ROW, SCATTERED, VOCABULARY, WHOLE, ModulePlan, TpPlan, starred
-from hf_zero.tensor_parallel.plan_writer import add_local_split
 from hf_zero.tensor_parallel.solve import is_linear
 
 SOURCE = "tp_plan"

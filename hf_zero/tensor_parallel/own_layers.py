@@ -14,7 +14,7 @@ from torch import nn
 
 from hf_zero.comm.topology import Topology
 from hf_zero.core.units.layout import Range
-from hf_zero.core.units.tp_shard import TpShard, mark_tp_shard, tp_shard_of
+from hf_zero.core.units.marks import TpShard, mark_tp_shard, tp_shard_of
 from hf_zero.core.units.unit import full_shape
 from hf_zero.errors import ConfigError, UnsupportedError
 

@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 from hf_zero.errors import ConfigError
-from hf_zero.tensor_parallel.infer import Findings, infer, unread
+from hf_zero.tensor_parallel.infer import Findings, infer, unread, write_plan
 from hf_zero.tensor_parallel.local_split import READ_ELSEWHERE
 from hf_zero.tensor_parallel.overrides import SOURCE, Overrides, named_layers, note_source, own_styles, plan_named_layers, preferences
 from hf_zero.tensor_parallel.plan import WHOLE, TpPlan
-from hf_zero.tensor_parallel.plan_writer import write_plan
 from hf_zero.tensor_parallel.skeleton import argument_names, example_inputs, labelled, padded, skeleton
 from hf_zero.tensor_parallel.solve import is_linear
 from hf_zero.tensor_parallel.symbolic_dims import local_size

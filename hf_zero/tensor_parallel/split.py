@@ -17,7 +17,7 @@ from hf_zero.config.mesh import requested_ranks
 from hf_zero.config.read import read_config
 from hf_zero.core.step.agreement import equal_values
 from hf_zero.core.step.precision import cast_parameters
-from hf_zero.core.units.tp_shard import is_expert, is_part, tp_shard_of
+from hf_zero.core.units.marks import is_expert, is_part, tp_shard_of
 from hf_zero.errors import ConfigError
 from hf_zero.observe import log_rank0
 from hf_zero.tensor_parallel.apply import apply_plan, plan_of, ranks_of

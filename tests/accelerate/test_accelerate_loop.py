@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 
-from hf_zero.optim.scheduler_factory import build_scheduler
+from hf_zero.optim.factory import build_scheduler
 from tests.support import accelerate_loop as script
 from tests.support.launches import launch_on_ranks, report_of
 from tests.support.processes import environment

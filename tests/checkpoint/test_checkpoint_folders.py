@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from hf_zero.checkpoint.commit import folders, staging
+from hf_zero.checkpoint.engine_checkpoints import _folder
 from hf_zero.errors import CheckpointError
 from hf_zero.system import own_files
 from hf_zero.system.folder import Folder
@@ -29,6 +30,12 @@ def _finalized(save_dir: Path, tag: str, text: str = "{}") -> Path:
     part = staging.begin(save_dir, tag)
     staging.finalize(part, text)
     return staging.publish(part, save_dir, tag)
+
+
+@pytest.mark.parametrize("given", [None, 3, ""])
+def test_an_argument_that_is_no_path_is_refused(given: Any) -> None:
+    with pytest.raises(CheckpointError, match=f"save_dir is {given!r}, allowed is a path"):
+        _folder(given, "save_dir")
 
 
 @pytest.mark.parametrize("tag", ["", ".", "..", "a/b", "/abs", ".hidden", "latest", "zero_to_fp32.py", "a\0b"])

@@ -368,7 +368,7 @@ def check_universal_copy(folder: Path) -> None:
     from deepspeed.checkpoint import ds_to_universal
 
     from hf_zero.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-    from hf_zero.deepspeed.served.universal import parse_arguments
+    from hf_zero.deepspeed.served.state_files import parse_arguments
 
     words = ["--input_folder", str(folder / "global_step2"), "--output_folder", str(folder / "global_step2_universal")]
     ds_to_universal.main(parse_arguments(words))

@@ -12,7 +12,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from hf_zero.comm import bootstrap, store
+from hf_zero.comm import bootstrap
 from hf_zero.errors import CollectiveError, ConfigError
 from tests.support.processes import REPO, environment
 
@@ -67,14 +67,14 @@ def test_ranks_meet_and_the_store_listens_at_their_address(address: str, expecte
 )
 def test_what_is_left_to_torch(changes: dict[str, str]) -> None:
     environ = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", **changes}
-    assert store.store_at_address(timedelta(seconds=1), environ) is None
+    assert bootstrap.store_at_address(timedelta(seconds=1), environ) is None
 
 
 def test_an_address_that_is_not_here_or_taken() -> None:
-    assert store._listen(socket.AF_INET, "192.0.2.1", free_port()) is None
+    assert bootstrap._listen(socket.AF_INET, "192.0.2.1", free_port()) is None
     port = free_port()
-    held = store._listen(socket.AF_INET, "127.0.0.1", port)
-    assert held is not None and store._listen(socket.AF_INET, "127.0.0.1", port) is None
+    held = bootstrap._listen(socket.AF_INET, "127.0.0.1", port)
+    assert held is not None and bootstrap._listen(socket.AF_INET, "127.0.0.1", port) is None
     os.close(held)
 
 
@@ -85,16 +85,16 @@ def test_groups_and_attempts_under_torchrun_find_nothing_of_each_other(monkeypat
     variables = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agent.port), "WORLD_SIZE": "1"}
     for name, value in {**variables, "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RESTART_COUNT": "0"}.items():
         monkeypatch.setenv(name, value)
-    found = [store.store_of_launcher(second) for _ in range(2)]
-    monkeypatch.setattr(store, "_made", store._made - 2)  # as in a new process, of the next attempt
+    found = [bootstrap.store_of_launcher(second) for _ in range(2)]
+    monkeypatch.setattr(bootstrap, "_made", bootstrap._made - 2)  # as in a new process, of the next attempt
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    found.append(store.store_of_launcher(second))
+    found.append(bootstrap.store_of_launcher(second))
     for number, mine in enumerate(found):
         assert mine is not None
         mine.set("address", str(number))
     assert [mine.get("address") for mine in found if mine is not None] == [b"0", b"1", b"2"]
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
-    assert store.store_of_launcher(second) is None, "attempts are not counted alike on several machines"
+    assert bootstrap.store_of_launcher(second) is None, "attempts are not counted alike on several machines"
 
 
 @pytest.mark.parametrize(

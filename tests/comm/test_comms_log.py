@@ -12,8 +12,7 @@ import torch
 
 import hf_zero.deepspeed
 from hf_zero.comm import comms_log
-from hf_zero.comm.comms_log import CommsLog, CommsLogSettings, CommsRow, Kind, Tally, operations_named, table_text
-from hf_zero.comm.watch import DeviceWatch, HostWatch
+from hf_zero.comm.comms_log import CommsLog, CommsLogSettings, CommsRow, DeviceWatch, HostWatch, Kind, Tally, operations_named, table_text
 from hf_zero.errors import ConfigError
 from tests.support import ranks
 from tests.support.models import CASES

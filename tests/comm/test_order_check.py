@@ -180,9 +180,8 @@ def test_calls_of_users_and_their_waits_are_written_down() -> None:
 
 def _calls_of_the_package(kind: str) -> None:
     from hf_zero.comm import comms_log
-    from hf_zero.comm.back_end import NativeCollectives
+    from hf_zero.comm.back_end import NativeCollectives, RecordedCollectives
     from hf_zero.comm.direct_exchange import GlooCollectives
-    from hf_zero.comm.recorded import RecordedCollectives
     from hf_zero.comm.topology import axis_over
 
     axis = axis_over(dist.new_group([0, 1]))

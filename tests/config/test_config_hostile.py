@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hf_zero.config.keys import all_keys
-from hf_zero.config.names import nearest
+from hf_zero.config.problems import nearest
 from hf_zero.config.read import read_config
 from hf_zero.config.resolve import resolve
 from hf_zero.errors import ConfigError

@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 
-from hf_zero.config.auto import AUTO_RULES, SOURCE_NAMES
+from hf_zero.config.auto import AUTO_RULES, SOURCE_NAMES, hidden_size_of, infer_sources_from_model
 from hf_zero.config.keys import all_keys
 from hf_zero.config.resolve import analyse, resolve
-from hf_zero.config.sources import hidden_size_of, infer_sources_from_model
 from hf_zero.errors import ConfigError
 from tests.support.rows import each
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from hf_zero.config.names import nearest
-from hf_zero.config.problems import RefusedKeyError
+from hf_zero.config.problems import RefusedKeyError, nearest
 from hf_zero.config.resolve import ResolvedConfig, resolve
 from hf_zero.errors import ConfigError, UnsupportedError
 

@@ -10,7 +10,7 @@ import pytest
 
 import hf_zero
 from hf_zero import observe
-from hf_zero.assembly.log import announce
+from hf_zero.assembly.reports import announce
 from hf_zero.config.keys import all_keys
 from hf_zero.config.resolve import resolve
 from tests.support.rows import each

@@ -1,4 +1,4 @@
-"""Test ``hf_zero/core/step/loss_scale.py``. Run: ``pytest tests/core/test_engine_loss_scale.py``."""
+"""Test ``hf_zero/core/step/precision.py``. Run: ``pytest tests/core/test_engine_loss_scale.py``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from hf_zero.core.step.loss_scale import LossScaler
+from hf_zero.core.step.precision import LossScaler
 from hf_zero.errors import CheckpointError, ConfigError, StateError
 
 pytestmark = pytest.mark.quick

@@ -184,7 +184,7 @@ def check_removal() -> None:
 
 
 def test_free_memory_of_the_host_is_shared() -> None:
-    from hf_zero.core.free_memory import free_bytes
+    from hf_zero.comm.nodes import free_bytes
 
     alone = free_bytes(torch.device("cpu"))
     assert alone is not None and 0 < alone < 1 << 50

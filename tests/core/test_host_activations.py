@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import hf_zero
 from hf_zero.activation_checkpointing import host_activations
 from hf_zero.activation_checkpointing.host_activations import HostActivations, SavedHere, SavedOnHost, moves_to_host
-from hf_zero.core.schedule.saved_tensors import SavedTensors
+from hf_zero.core.schedule.runtime import SavedTensors
 from hf_zero.errors import StateError
 from hf_zero.memory.residents import is_resident, mark_resident
 from tests.support import host_activations as flags

@@ -20,8 +20,8 @@ from hf_zero.deepspeed.safe_values import (
     safe_get_local_grad,
     safe_set_full_fp32_param,
 )
+from hf_zero.deepspeed.served.helpers import get_state_devices
 from hf_zero.deepspeed.served.settings import OffloadDeviceEnum, OffloadStateTypeEnum
-from hf_zero.deepspeed.served.state_devices import get_state_devices
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.memory.buffers import HostMemory, HostPool
 from tests.support import ranks

@@ -17,8 +17,7 @@ import torch.distributed as dist
 import hf_zero
 from benchmarks.collectives.collective_counts import Collectives
 from benchmarks.collectives.wire_bytes import Layout, traffic
-from hf_zero.core.units.construct import NamedParam
-from hf_zero.core.units.grouping import build_blocks
+from hf_zero.core.units.grouping import NamedParam, build_blocks
 from tests.support import ranks
 from tests.support.small_blocks import WIDTH, Model
 

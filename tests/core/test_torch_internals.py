@@ -31,7 +31,7 @@ from hf_zero.core.schedule.torch_internals import (
     transforming,
     will_run,
 )
-from hf_zero.core.units.memory_uses import is_only_view, other_uses
+from hf_zero.core.units.whole_buffer import is_only_view, other_uses
 
 
 def test_a_transform_is_noticed_and_left() -> None:

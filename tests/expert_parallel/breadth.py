@@ -79,7 +79,7 @@ def measure(name: str, split: bool = False, dtype: torch.dtype = torch.float32) 
     from hf_zero.comm.axes import divide_experts
     from hf_zero.comm.back_end import build_collectives
     from hf_zero.comm.topology import build_topology
-    from hf_zero.core.units.tp_shard import cut, tp_shard_of
+    from hf_zero.core.units.marks import cut, tp_shard_of
     from hf_zero.expert_parallel.apply import divide_model
     from hf_zero.expert_parallel.find import modules_of_experts
     from hf_zero.integrations import attach  # noqa: F401 - registers our functions with transformers

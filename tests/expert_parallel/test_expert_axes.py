@@ -12,7 +12,7 @@ from torch import nn
 
 import hf_zero
 from hf_zero.config.mesh import Claim, claims_of_config, solve
-from hf_zero.core.units.tp_shard import tp_shard_of
+from hf_zero.core.units.marks import tp_shard_of
 from hf_zero.errors import ConfigError, HfZeroError, StateError, UnsupportedError
 from tests.support import parity, ranks, sequences, zoo
 from tests.support.experts import ListedModel, build, with_experts

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import hf_zero
-from hf_zero.core.units.tp_shard import tp_shard_of
+from hf_zero.core.units.marks import tp_shard_of
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from hf_zero.tensor_parallel.split import tp_model_init
 from hf_zero.utils import iter_full_params

@@ -139,6 +139,10 @@ def check_elastic(folder: Path) -> None:
 def check_refused_sizes() -> None:
     with pytest.raises(ConfigError, match=r"MoE\(ep_size=4\): ep 4"):
         parity.initialize(build(4), Run(1))
+    own = nn.Linear(2, 2)
+    vars(own.weight).update(allreduce=False, group_name="mine")
+    with pytest.raises(UnsupportedError, match=r"parameter weight is marked allreduce=False \(group_name 'mine'\): its values differ"):
+        parity.initialize(own, Run(2))
 
 
 @pytest.mark.slow

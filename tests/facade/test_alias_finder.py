@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import REPO, environment, hook_folder, run_python
+from tests.support.processes import REPO, START, environment, run_python
 
 REAL = '__version__ = "9.9.9"\n'
 REPORT = """
@@ -87,7 +87,7 @@ def test_a_users_own_hf_zero_is_left_alone(shape: str, tmp_path: Path) -> None:
     target.write_text(question if shape == "script" else "print('the file of the user was run')\n")
     script = tmp_path / ("hf_zero.py" if shape == "script" else "train.py")
     script.write_text(question)
-    env = environment({"PYTHONPATH": os.pathsep.join(filter(None, (hook_folder(), str(REPO))))})
+    env = environment({"PYTHONPATH": os.pathsep.join((START, str(REPO)))})
     done = subprocess.run([sys.executable, str(script)], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[:3] == ["RUN", "None []", "False"]

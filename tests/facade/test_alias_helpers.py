@@ -20,7 +20,7 @@ from torch import nn
 
 from hf_zero import observe
 from hf_zero.deepspeed.loss_scalers import CreateLossScaler, DynamicLossScaler, LossScaler
-from hf_zero.deepspeed.served import builders, checkpoint_names, helpers, hosts, logs, norms
+from hf_zero.deepspeed.served import builders, helpers, hosts, logs, norms, state_files
 from hf_zero.deepspeed.served.accelerator import get_accelerator
 from hf_zero.deepspeed.served.curriculum import CurriculumScheduler
 from hf_zero.deepspeed.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, instrument_w_nvtx, trim_mean
@@ -241,11 +241,11 @@ def test_what_the_configuration_names_is_marked(stage: int) -> None:
 
 
 def test_files_of_foreign_checkpoints() -> None:
-    assert checkpoint_names.get_model_ckpt_name_for_rank("a", "00") == "a/mp_rank_00_model_states.pt"
-    assert checkpoint_names.VOCABULARY_PARAMETER_PATTERNS == "vocabulary_parameter_patterns"
-    assert checkpoint_names.UNIVERSAL_CHECKPOINT_VERSION_VALUE == 0.2
-    assert checkpoint_names.get_zero_ckpt_name_for_rank("a", 1, 2) == "a/zero_pp_rank_1_mp_rank_02_optim_states.pt"
-    assert checkpoint_names.get_layer_ckpt_name_for_rank("a", "layer_03", 1) == "a/layer_03-model_01_model_states.pt"
+    assert state_files.get_model_ckpt_name_for_rank("a", "00") == "a/mp_rank_00_model_states.pt"
+    assert state_files.VOCABULARY_PARAMETER_PATTERNS == "vocabulary_parameter_patterns"
+    assert state_files.UNIVERSAL_CHECKPOINT_VERSION_VALUE == 0.2
+    assert state_files.get_zero_ckpt_name_for_rank("a", 1, 2) == "a/zero_pp_rank_1_mp_rank_02_optim_states.pt"
+    assert state_files.get_layer_ckpt_name_for_rank("a", "layer_03", 1) == "a/layer_03-model_01_model_states.pt"
 
 
 SLOTS = {"a": [0, 1, 2, 3], "b": [0, 1]}

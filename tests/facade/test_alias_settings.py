@@ -15,20 +15,20 @@ from pydantic import Field, ValidationError
 import hf_zero
 from hf_zero.config.resolve import resolve
 from hf_zero.config.schema.zero import OffloadOptimizer, OffloadParam
-from hf_zero.deepspeed.served.config_model import DeepSpeedConfigModel
 from hf_zero.deepspeed.served.monitors import CometMonitor, MonitorMaster, TensorBoardMonitor, TrackioMonitor, csvMonitor
-from hf_zero.deepspeed.served.schedule_arguments import add_tuning_arguments
 from hf_zero.deepspeed.served.settings import (
     TORCH_INFO,
     DeepSpeedConfig,
+    DeepSpeedConfigModel,
     DeepSpeedMonitorConfig,
     DeepSpeedZeroConfig,
     OffloadStateTypeEnum,
+    add_tuning_arguments,
     get_monitor_config,
 )
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.observe import logger
-from hf_zero.optim.scheduler_factory import build_scheduler
+from hf_zero.optim.factory import build_scheduler
 
 pytestmark = pytest.mark.quick
 

@@ -23,8 +23,8 @@ from hf_zero.checkpoint.convert.hugging_face import read_hugging_face
 from hf_zero.checkpoint.convert.run import Conversion, convert
 from hf_zero.checkpoint.convert.torch_dcp import read_dcp
 from hf_zero.checkpoint.zero_to_fp32 import Checkpoint
+from hf_zero.config.auto import read_model_config
 from hf_zero.config.read import read_config
-from hf_zero.config.sources import read_model_config
 from hf_zero.errors import CheckpointError, printable
 from hf_zero.launch.command import read_environment_files
 from hf_zero.launch.hosts import read_hostfile

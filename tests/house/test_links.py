@@ -18,7 +18,7 @@ from hf_zero.checkpoint.model.model_files import ModelFiles, PlannedTensor
 from hf_zero.checkpoint.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 from hf_zero.config.resolve import resolve
 from hf_zero.deepspeed.served.logs import print_json_dist
-from hf_zero.deepspeed.served.universal import main as to_universal
+from hf_zero.deepspeed.served.state_files import main as to_universal
 from hf_zero.errors import CheckpointError, ConfigError, HfZeroError
 from hf_zero.metrics import build_sinks
 from hf_zero.plan.written import write_files

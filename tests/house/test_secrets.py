@@ -74,7 +74,7 @@ def test_the_value_itself_is_there_for_its_reader() -> None:
 
 
 def test_dump_state_and_print_user_config(caplog: pytest.LogCaptureFixture) -> None:
-    from hf_zero.assembly.log import announce
+    from hf_zero.assembly.reports import announce
 
     with caplog.at_level(logging.INFO, logger="hf_zero"):
         logging.getLogger("hf_zero").addHandler(caplog.handler)

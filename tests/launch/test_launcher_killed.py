@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_zero.launch import parent
+from hf_zero.launch import rank
 from tests.support.processes import REPO, environment, until
 
 SCRIPT = """
@@ -18,7 +18,7 @@ import os, subprocess, sys, time
 from pathlib import Path
 import hf_zero.comm.bootstrap as bootstrap
 bootstrap.init_distributed()
-child = subprocess.Popen([sys.executable, "-c", "import os; from hf_zero.launch.parent import end_with_launcher as e; e(); print('ok')"])
+child = subprocess.Popen([sys.executable, "-c", "import os; from hf_zero.launch.rank import end_with_launcher as e; e(); print('ok')"])
 assert child.wait() == 0
 place = Path(sys.argv[1], os.environ["RANK"])
 place.with_suffix(".new").write_text(str(os.getpid()))
@@ -60,11 +60,11 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
 
 def test_only_ranks_that_the_launcher_started_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
-    monkeypatch.setattr(parent, "linux_function", lambda *words: asked.append(words) or (lambda *given: 0))
+    monkeypatch.setattr(rank, "linux_function", lambda *words: asked.append(words) or (lambda *given: 0))
     for value in ("", "1", "x", str(os.getpid())):
-        monkeypatch.setenv(parent.VARIABLE, value)
-        parent.end_with_launcher()
+        monkeypatch.setenv(rank.VARIABLE, value)
+        rank.end_with_launcher()
     assert not asked or os.getppid() == 1
-    monkeypatch.setenv(parent.VARIABLE, str(os.getppid()))
-    parent.end_with_launcher()
+    monkeypatch.setenv(rank.VARIABLE, str(os.getppid()))
+    rank.end_with_launcher()
     assert asked

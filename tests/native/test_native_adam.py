@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_zero.errors import HfZeroError
-from hf_zero.native.adam import AdamRule, adam_reference, adam_update
+from hf_zero.native.host_updates import AdamRule, adam_reference, adam_update
 from hf_zero.ops import HostAdam
 from tests.native.libraries import TORCH_ADAM_ROUNDS_ALIKE, isa, needs_library, needs_torch_adam_alike, same_bits, sizes, values
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from hf_zero import native
 from hf_zero.errors import HfZeroError
 from hf_zero.native import library as loader
-from hf_zero.native.crc32 import crc32_chunks, crc32_chunks_reference
 from hf_zero.native.library import Library
+from hf_zero.native.ranges import crc32_chunks, crc32_chunks_reference
 from tests.native.libraries import isa, needs_library, same_bits, sizes, values
 from tests.support.drawn import drawn
 

@@ -19,10 +19,7 @@ from torch import Tensor
 
 from hf_zero import native
 from hf_zero.native import quantize
-from hf_zero.native.adagrad import adagrad_update
-from hf_zero.native.adam import AdamRule, adam_update
-from hf_zero.native.lion import lion_update
-from hf_zero.native.sgd import sgd_update
+from hf_zero.native.host_updates import AdamRule, adagrad_update, adam_update, lion_update, sgd_update
 from tests.native import block_codes
 from tests.native.libraries import HARD, NOT_FINITE, isa
 

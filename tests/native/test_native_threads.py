@@ -10,7 +10,7 @@ import torch
 
 from hf_zero import native
 from hf_zero.errors import HfZeroError
-from hf_zero.native.convert import copy
+from hf_zero.native.ranges import copy
 from hf_zero.ops import HostAdam
 
 NUMEL = 3_000_001  # several chunks of every kernel, the last of them not whole

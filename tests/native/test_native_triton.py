@@ -17,9 +17,9 @@ needs_triton = pytest.mark.skipif(
 
 COMPARE = """
 import itertools, torch
-from hf_zero.native.adam import adam_reference
-from hf_zero.native.adam import AdamRule
-from hf_zero.native.adam import adam_triton
+from hf_zero.native.host_updates import adam_reference
+from hf_zero.native.host_updates import AdamRule
+from hf_zero.native.host_updates import adam_triton
 dtypes = (torch.float32, torch.bfloat16, torch.float16)
 for count, grad, moment, low in itertools.product((0, 1, 1500), dtypes, dtypes[:2], (None, *dtypes[1:])):
     for decay, decoupled, correction in ((0.0, True, True), (0.1, True, True), (0.1, False, False)):
@@ -103,8 +103,8 @@ def test_without_triton_it_says_what_is_missing() -> None:
         import sys
         sys.modules["triton"] = None
         import torch
-        from hf_zero.native.adam import AdamRule
-        from hf_zero.native.adam import adam_triton, is_available
+        from hf_zero.native.host_updates import AdamRule
+        from hf_zero.native.host_updates import adam_triton, is_available
         assert not is_available()
         rule = AdamRule(lr=1.0, betas=(0.9, 0.9), eps=1.0, weight_decay=0.0, decoupled=True, step=1)
         try:

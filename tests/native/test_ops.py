@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.ops import HostAdagrad, HostAdam, HostLion, HostSGD, host_optimizer
+from hf_zero.ops import HostAdagrad, HostAdam, HostLion, HostSGD, host_optimizers
 from hf_zero.optim.elementwise import needs_whole_tensors
 from hf_zero.optim.lion import Lion
 from tests.native.libraries import ISAS, TORCH_ADAM_ROUNDS_ALIKE, same_bits
@@ -115,7 +115,7 @@ def test_a_parameter_in_16_bit_is_widened_a_piece_at_a_time(kind: Any, dtype: to
     start, grads = torch.randn(7, 30).to(dtype), torch.randn(3, 7, 30).to(dtype)
     found = []
     for piece in (1 << 22, 64):
-        monkeypatch.setattr(host_optimizer, "_PIECE", piece)
+        monkeypatch.setattr(host_optimizers, "_PIECE", piece)
         param = torch.nn.Parameter(start.clone())
         low = torch.zeros(start.shape, dtype=torch.bfloat16)
         optimizer = kind([param], lr=0.1)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.ops.host_adam import HostAdam
+from hf_zero.ops.host_optimizers import HostAdam
 from tests.support import ranks
 from tests.support.models import CASES
 from tests.support.offload_runs import blocks_of, differing, sections, state_of, ways

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 from hf_zero.errors import CheckpointError, ConfigError, StateError, UnsupportedError
 from hf_zero.optim import schedules
-from hf_zero.optim.scheduler_factory import build_scheduler
+from hf_zero.optim.factory import build_scheduler
 from hf_zero.optim.schedules import (
     VALID_LR_SCHEDULES,
     LRRangeTest,

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import hf_zero
 from hf_zero import observe
-from hf_zero.comm.float8 import Float8Codes
-from hf_zero.core.units.packed import mark_float8
+from hf_zero.comm.quantized import Float8Codes
+from hf_zero.core.units.marks import mark_float8
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from tests.support import ranks, trainers
 from tests.support.models import CASES, VOCAB, Batch

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_zero.deepspeed.pipe.layer_spec import LayerSpec, TiedLayerSpec
+from hf_zero.deepspeed.pipe.building import LayerSpec, TiedLayerSpec
 from hf_zero.deepspeed.pipe.module import PipelineModule
 from tests.support import parity, ranks
 from tests.support.models import Batch

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.core.units.tp_shard import whole_shape
-from hf_zero.deepspeed.pipe.building import Layer, build_layers, name_of, require_layers, without_values
-from hf_zero.deepspeed.pipe.layer_spec import LayerSpec, TiedLayerSpec
+from hf_zero.core.units.marks import whole_shape
+from hf_zero.deepspeed.pipe.building import Layer, LayerSpec, TiedLayerSpec, build_layers, name_of, require_layers, without_values
 from hf_zero.deepspeed.pipe.module import stage_borders
 from hf_zero.deepspeed.served.helpers import set_random_seed
 from hf_zero.errors import ConfigError

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_zero.deepspeed.pipe.layer_spec import LayerSpec
+from hf_zero.deepspeed.pipe.building import LayerSpec
 from tests.pipeline.ds_pipelines import Block, build, compare, expected, feed, halve, replica_of, tied_layers
 from tests.support import parity, ranks
 from tests.support.parity import Run

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_zero.core.units.tp_shard import tp_shard_of
+from hf_zero.core.units.marks import tp_shard_of
 from tests.pipeline.pipelines import check, check_schedule, replica, with_stages
 from tests.support import parity, ranks, zoo
 from tests.support.experts import build, with_experts

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hf_zero.errors import UnsupportedError
-from hf_zero.plan.model_wish import ModelWish
+from hf_zero.plan.inputs import ModelWish
 from hf_zero.plan.models import build_model
 from tests.plan.listed_forms import CHOICES, COUNT, VOCAB, WIDTH
 from tests.plan.listed_forms import __file__ as FORMS

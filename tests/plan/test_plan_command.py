@@ -13,9 +13,8 @@ import pytest
 from hf_zero.cli import main
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.plan.command import settled
-from hf_zero.plan.model_wish import ModelWish
+from hf_zero.plan.inputs import ModelWish, bytes_per_second_of
 from hf_zero.plan.models import build_model, sequence_of
-from hf_zero.plan.quantities import bytes_per_second_of
 from hf_zero.system import pictures
 from hf_zero.system.sizes import bytes_of, size_text
 from tests.support.planned import LLAMA, plans_of

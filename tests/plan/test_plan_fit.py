@@ -20,14 +20,12 @@ from hf_zero.cli import main
 from hf_zero.errors import ConfigError, HfZeroError
 from hf_zero.plan import fit
 from hf_zero.plan.candidates import Candidate, Family, Layout, Space, Tier, families_of, layouts_of, tiers_of
-from hf_zero.plan.cluster import Cluster, Hardware, Load
 from hf_zero.plan.command import settled
-from hf_zero.plan.costs import Costs, Part, extrapolated
+from hf_zero.plan.costs import MEASURED, Costs, Part, extrapolated, rates_of
 from hf_zero.plan.few_blocks import blocks_of
+from hf_zero.plan.inputs import Cluster, Hardware, Load, ModelWish
 from hf_zero.plan.measure import measure
-from hf_zero.plan.model_wish import ModelWish
 from hf_zero.plan.planner import Planner
-from hf_zero.plan.rates import MEASURED, rates_of
 from hf_zero.plan.search import Search
 from hf_zero.plan.workers import Task, Workers
 from hf_zero.plan.written import places, write, write_files

@@ -12,7 +12,7 @@ import pytest
 
 from hf_zero.cli import main
 from hf_zero.errors import ConfigError, printable
-from hf_zero.plan.model_wish import ModelWish
+from hf_zero.plan.inputs import ModelWish
 from hf_zero.plan.models import build_model
 from tests.fuzz.bounded import bounded_time
 from tests.fuzz.guard import fuzzed

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hf_zero.plan.cluster import Cluster, Hardware
+from hf_zero.plan.inputs import Cluster, Hardware
 from hf_zero.plan.prediction import predict
 from tests.plan.plan_cases import BF16, FP16, LISTED, case
 from tests.support import planned

@@ -181,7 +181,7 @@ def _other_device() -> None:
     from hf_zero.activation_checkpointing.random_states import random_states, seed_model_parallel
     from hf_zero.checkpoint.commit.background import Background
     from hf_zero.checkpoint.files.rows import Entry
-    from hf_zero.comm.watch import DeviceWatch
+    from hf_zero.comm.comms_log import DeviceWatch
 
     device = ranks.device()
     assert torch.accelerator.current_device_index() != device.index

@@ -18,8 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import hf_zero.deepspeed
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.profiling.costs import CostRecorder, OperationCounter
-from hf_zero.profiling.flops_profiler import FlopsProfiler
-from hf_zero.profiling.model_profile import get_model_profile
+from hf_zero.profiling.flops_profiler import FlopsProfiler, get_model_profile
 from hf_zero.profiling.report import duration_to_string, flops_to_string, macs_to_string, number_to_string, params_to_string
 from tests.support import ranks
 from tests.support.models import CASES

@@ -17,13 +17,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hf_zero
-from hf_zero.comm.watch import HostWatch
+from hf_zero.comm.comms_log import HostWatch
 from hf_zero.metrics import Sink
 from hf_zero.profiling import step_metrics
 from hf_zero.profiling.costs import ModelOperations, OperationCounter
-from hf_zero.profiling.slow_ranks import PREFIX, slow_ranks
 from hf_zero.profiling.step_metrics import PEAK_TFLOPS, batch_size, peak_tflops
-from hf_zero.profiling.waits import WAITS, WaitTimes
+from hf_zero.profiling.waits import PREFIX, WAITS, WaitTimes, slow_ranks
 from tests import pretend
 from tests.pretend import network
 from tests.support import parity, ranks, trainers

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from hf_zero.replica_groups import groups as module
 from hf_zero.replica_groups.groups import ReplicaGroups
 from hf_zero.replica_groups.quorum import Formed, Member, Quorum
+from hf_zero.replica_groups.sampler import ReplicaSampler
 from hf_zero.replica_groups.transfer import receive_state, send_state
 from tests.support import ranks
 from tests.support.checkpoints import differences, full_state, start, steps
@@ -123,6 +125,48 @@ def _one_group(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_an_engine_beside_other_groups(stage: int) -> None:
     ranks.run_ranks(_one_group, 2, stage)
+
+
+def _all_groups_started_again(folder: str) -> None:
+    real, module.Quorum = module.Quorum, _Pretended  # type: ignore[misc, assignment]
+    import os
+
+    os.environ.update({"REPLICA_GROUP_ID": "0", "TORCHFT_LIGHTHOUSE": "http://localhost:1", "NUM_REPLICA_GROUPS": "2"})
+
+    def indices() -> Iterator[int]:
+        return iter(ReplicaSampler(80, 2, ranks=2, rank=ranks.rank(), shuffle=False))
+
+    def numbers(engine: Any, sampler: Iterator[int], count: int) -> list[int]:
+        """Train ``count`` steps on batches of two samples; return the numbers of the batches."""
+        found = []
+        for step in range(count):
+            first, second = next(sampler), next(sampler)
+            assert (second, first % 4) == (first + 1, 2 * ranks.rank())
+            found.append(first // 4)
+            steps(engine, step, 1)
+        return found
+
+    try:
+        engine = start(3, hf_zero={"replicas": "torchft"})
+        sampler = indices()
+        assert numbers(engine, sampler, 3) == [0, 2, 4]  # group 1 was given 1, 3 and 5
+        engine.save_checkpoint(folder, client_state={"mine": 5})
+        assert numbers(engine, sampler, 1) == [6]
+        engine.load_checkpoint(folder)  # a process that has read batches goes on with them, as in plain PyTorch
+        assert numbers(engine, sampler, 1) == [8]
+        engine.destroy()
+        engine = start(3, hf_zero={"replicas": "torchft"})
+        assert engine.load_checkpoint(folder)[1] == {"mine": 5} and engine.global_steps == 3
+        assert numbers(engine, indices(), 2) == [6, 8]
+        engine.destroy()
+        alone = start(3)
+        assert alone.load_checkpoint(folder)[1] == {"mine": 5}
+    finally:
+        module.Quorum = real  # type: ignore[misc]
+
+
+def test_all_groups_started_again_from_a_checkpoint_go_on_with_the_next_batches(tmp_path: Path) -> None:
+    ranks.run_ranks(_all_groups_started_again, 2, str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ import random
 import pytest
 
 from hf_zero.errors import ConfigError, StateError
-from hf_zero.replica_groups.sampler import ReplicaSampler, _source, serve_numbers
-from hf_zero.replica_groups.shares import Shares
+from hf_zero.replica_groups.sampler import ReplicaSampler, Shares, _source, serve_numbers
 
 
 def test_a_group_that_dies_gives_its_batches_to_the_others() -> None:

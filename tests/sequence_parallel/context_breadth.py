@@ -24,9 +24,9 @@ START, STOP = "<!-- breadth: made by python -m tests.sequence_parallel.context_b
 def measure(name: str) -> Row:
     """One architecture, on this rank of the group, with a batch as a tokenizer gives it."""
     from hf_zero.comm.topology import build_topology, context_topology
+    from hf_zero.sequence_parallel.attention import standing_in, trade_in_attention
     from hf_zero.sequence_parallel.forward import SliceSettings
     from hf_zero.sequence_parallel.state import ContextParallel
-    from hf_zero.sequence_parallel.table import standing_in, trade_in_attention
 
     def bind(model: nn.Module) -> None:
         groups = context_topology(build_topology(), ranks.world())

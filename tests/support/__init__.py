@@ -17,7 +17,7 @@ large (``processes.PATIENCE``). Helpers of one topic are beside its tests: ``tes
 
 Processes and ranks
     ranks: Run a function on N gloo ranks, in processes that live on between jobs.
-    processes: Start fresh interpreters and commands as a user's shell does; wait for events.
+    processes: Start fresh interpreters and commands as a user's shell does, which collects rarely (``start/``); wait for events.
     launches: Run scripts on the ranks of the pool with the variables of a launcher.
     alias_first, preloaded: Imports of the server that ranks are forked from, first and last.
     collective_log, collective_order: Record what ranks issue and wait for; check that it could not hang on NCCL.

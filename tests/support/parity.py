@@ -307,7 +307,7 @@ def full_masters(engine: Any) -> dict[str, Tensor]:
 
 def whole_value(parameter: nn.Parameter, value: Tensor) -> Tensor:
     """Return ``value``, joined over ranks if it is of this rank's experts or of its part of a layer. Collective."""
-    from hf_zero.core.units.tp_shard import tp_shard_of
+    from hf_zero.core.units.marks import tp_shard_of
 
     part = tp_shard_of(parameter)
     if part is None:

@@ -60,11 +60,10 @@ def plan(
     on_host: bool = True,
 ) -> Any:
     """Return the prediction for a case on ``world`` ranks: CPUs, or devices with torch's reference kernels."""
-    from hf_zero.plan.cluster import Cluster, Hardware, Load
     from hf_zero.plan.command import settled
-    from hf_zero.plan.model_wish import ModelWish
+    from hf_zero.plan.inputs import Cluster, Hardware, Load, ModelWish
     from hf_zero.plan.models import build_model
-    from hf_zero.plan.stages import plan_step
+    from hf_zero.plan.workers import plan_step
 
     cluster = Cluster(world, world, on_host)
     built = build_model(ModelWish(model, settings, **wish))
@@ -99,7 +98,7 @@ def engine_of(
     import hf_zero
     from hf_zero.integrations.ulysses import UlyssesSPAttentionHF
     from hf_zero.plan.command import settled
-    from hf_zero.plan.model_wish import ModelWish
+    from hf_zero.plan.inputs import ModelWish
     from hf_zero.plan.models import build_model, give_memory
 
     built = build_model(ModelWish(model, settings, **wish))

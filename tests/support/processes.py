@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
+START = str(Path(__file__).with_name("start"))  # has ``sitecustomize.py``
 # No test may depend on the speed of the machine. So limits that end hanging processes are this many times the longest time on a quiet
 # machine with two cores. `tools/mutants.py`, which plants faults that hang, sets 1.
 PATIENCE = float(os.environ.get("TEST_PATIENCE", "5"))
@@ -107,14 +107,10 @@ class Ended:
 
 
 @functools.cache
-def hook_folder() -> str | None:
-    """Return a folder that activates the alias by PYTHONPATH; None if hf_zero is installed and its hook does that."""
+def python_path() -> str:
+    """Return PYTHONPATH of new processes: the start-up code of tests, and this repository unless hf_zero is installed."""
     bare = subprocess.run([sys.executable, "-c", PROBE], cwd="/", env=_clean_environment(), capture_output=True)
-    if bare.returncode == 0:
-        return None
-    folder = tempfile.mkdtemp(prefix="hf_zero_hook_")
-    Path(folder, "sitecustomize.py").write_text("import _hf_zero_startup\n")
-    return folder
+    return START if bare.returncode == 0 else os.pathsep.join((START, str(REPO)))
 
 
 def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -123,9 +119,7 @@ def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
     GPUs are hidden because two ranks need two GPUs under nccl; on the CPU all machines are equal.
     """
     env = _clean_environment()
-    hook = hook_folder()
-    if hook is not None:
-        env["PYTHONPATH"] = os.pathsep.join((hook, str(REPO)))
+    env["PYTHONPATH"] = python_path()
     env.update(
         {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PATH": _path()}
     )

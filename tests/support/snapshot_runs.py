@@ -19,7 +19,7 @@ import torch
 
 from hf_zero.checkpoint.commit.folders import is_complete
 from hf_zero.checkpoint.snapshots import Snapshots
-from hf_zero.checkpoint.state.random_generators import generator_states, restore_generators
+from hf_zero.checkpoint.state.beside import generator_states, restore_generators
 from tests.support import ranks, trainers
 from tests.support.checkpoints import full_state, start
 from tests.support.models import CLASSES, LENGTH, Batch, class_loss

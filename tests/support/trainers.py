@@ -253,7 +253,7 @@ def train_with(models: Path, folder: Path, deepspeed: Any, name: str = "gpt2", *
 
 def _with_schedule(model: torch.nn.Module, args: Any) -> tuple[torch.optim.Optimizer, Any]:
     """Return plain AdamW with the schedule of the JSON."""
-    from hf_zero.optim.scheduler_factory import build_scheduler
+    from hf_zero.optim.factory import build_scheduler
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)
     values = {"warmup_min_lr": 0.0, "warmup_max_lr": args.learning_rate, "warmup_num_steps": 2, "total_num_steps": args.max_steps}

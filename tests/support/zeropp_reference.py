@@ -1,7 +1,7 @@
 """ZeRO++ in one process with N simulated ranks, in plain torch.
 
 Written from section 3 of Wang et al., "ZeRO++" (arXiv 2306.10209) and Algorithm 1 of Xie et al., "LoCo" (arXiv 2407.04480), with the code
-that docs/quantized-collectives.md defines, one block at a time. It uses only the placement of the engine's parameters: one scale belongs
+that [Note: the code of a block] defines, one block at a time. It uses only the placement of the engine's parameters: one scale belongs
 to up to 256 elements of one of the N equal parts of a flat unit.
 """
 

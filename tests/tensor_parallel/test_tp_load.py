@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import hf_zero
-from hf_zero.core.units.tp_shard import tp_shard_of
+from hf_zero.core.units.marks import tp_shard_of
 from hf_zero.tensor_parallel.split import tp_model_init
 from tests.support import parity, ranks, trainers
 from tests.support.memory import peak_growth
@@ -23,7 +23,7 @@ def load(folder: str) -> tuple[float, float, int, int]:
     """The loss of the loaded model, that of the saved one, the elements this rank holds and those of the whole."""
     from transformers import AutoModelForCausalLM
 
-    from hf_zero.integrations.load_split import tp_from_pretrained
+    from hf_zero.integrations.pretrained import tp_from_pretrained
 
     case = CASES["gpt2"]
     whole = case.build(seed=4).eval()

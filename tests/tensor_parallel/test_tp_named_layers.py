@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.core.units.tp_shard import tp_shard_of
-from hf_zero.deepspeed import tp_model_init as facade
+from hf_zero.core.units.marks import tp_shard_of
+from hf_zero.deepspeed import initialize as facade
 from hf_zero.errors import ConfigError
 from hf_zero.tensor_parallel.overrides import overrides_of
 from hf_zero.tensor_parallel.plan import TpPlan
@@ -106,8 +106,8 @@ def test_trains_as_on_one_rank(inputs: bool, stage: int) -> None:
 
 def by_hand() -> tuple[list[float], dict[str, torch.Tensor] | None]:
     """DeepSpeed's two layers in a model whose others stay whole; what the engine has divided is an instance of them too."""
+    from hf_zero.deepspeed.initialize import tp_model_init as ds_tp_model_init
     from hf_zero.deepspeed.served.tp_layers import LinearAllreduce, LinearLayer
-    from hf_zero.deepspeed.tp_model_init import tp_model_init as ds_tp_model_init
 
     group = torch.distributed.group.WORLD
     assert group is not None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import hf_zero
 from hf_zero.comm.topology import build_topology
 from hf_zero.core.units.layout import Range
-from hf_zero.core.units.tp_shard import tp_shard_of
+from hf_zero.core.units.marks import tp_shard_of
 from hf_zero.errors import ConfigError
 from hf_zero.tensor_parallel.own_layers import mark_own_layers
 from tests.support import ranks

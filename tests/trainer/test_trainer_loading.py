@@ -45,10 +45,15 @@ def test_a_load_that_finds_nothing_stops(trainer_models: Path, tmp_path: Path) -
 def _unfit_weights_may_pass(models: Path, folder: Path) -> None:
     """A new head on a loaded body is no failure; nor is a load the user allows."""
     from transformers import AutoModelForSequenceClassification
+    from transformers.testing_utils import CaptureLogger, LoggingLevel
+    from transformers.utils import logging as transformers_logging
 
     with trainers.clean_state():
         kept = _stage_3(folder)
-        model = AutoModelForSequenceClassification.from_pretrained(models / "llama", num_labels=3)
+        with LoggingLevel(logging.INFO), CaptureLogger(transformers_logging.get_logger("transformers.modeling_utils")) as lines:
+            model = AutoModelForSequenceClassification.from_pretrained(models / "llama", num_labels=3)
+            AutoModelForSequenceClassification.from_config(model.config)
+        assert lines.out.count("Detected DeepSpeed ZeRO-3") == 2, lines.out  # the library's line for models built as shards
         weights = trainers.weights_of(model)
         body = trainers.load_whole(models, "llama").model.state_dict()
         assert all(torch.equal(weights[f"model.{name}"], value) for name, value in body.items())

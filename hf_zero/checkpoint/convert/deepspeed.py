@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.convert import fields
+from hf_zero.checkpoint.convert import source
 from hf_zero.checkpoint.convert.pickles import Inert
 from hf_zero.checkpoint.convert.source import FROZEN, Source, SourceParam, SourceTensor, joined, tensor_source
 from hf_zero.checkpoint.convert.torch_files import load_torch_file, require_trust
@@ -67,12 +67,12 @@ def _read(folder: Path, trust_pickle: bool) -> Source:
     for path, rank in zip(files, ranks, strict=True):
         if any(_value(rank, key) != _value(ranks[0], key) for key in ("zero_stage", "partition_count")):
             raise CheckpointError(f"{path} has another stage or number of ranks than {files[0].name}, so it belongs to another checkpoint")
-    stage = fields.integer(_value(ranks[0], "zero_stage", 1), "zero_stage", 1)
+    stage = source.integer(_value(ranks[0], "zero_stage", 1), "zero_stage", 1)
     counts = _value(ranks[0], "partition_count")
     world = (
-        max(fields.integers(counts, "partition_count"))
+        max(source.integers(counts, "partition_count"))
         if isinstance(counts, (list, tuple))
-        else fields.integer(counts, "partition_count", 1)
+        else source.integer(counts, "partition_count", 1)
     )
     if world != len(files):
         raise CheckpointError(f"{folder} was written by {world} ranks, but has {len(files)} files *_optim_states.pt: some are missing")
@@ -81,7 +81,7 @@ def _read(folder: Path, trust_pickle: bool) -> Source:
             f"{folder} was written at stage {stage}, with files of the ranks {[_rank_of(path) for path in files]}; expected a "
             "stage from 1 to 3, and one file per rank"
         )
-    model_files = [fields.mapping(load_torch_file(path), path.name) for path in (models if stage == 3 else models[:1])]
+    model_files = [source.mapping(load_torch_file(path), path.name) for path in (models if stage == 3 else models[:1])]
     if stage == 3 and len(model_files) != world:
         raise CheckpointError(f"{folder} was written by {world} ranks, but has {len(model_files)} files *_model_states.pt")
     reader = _Stage3(folder, ranks, model_files) if stage == 3 else _Stage12(folder, ranks, model_files)
@@ -116,10 +116,10 @@ class _Reader:
         self.models = models
         self.model = models[0]
         self.shapes: list[dict[str, tuple[int, ...]]] = [
-            {str(name): fields.sizes(shape, f"the shape of {name}") for name, shape in fields.mapping(group, "param_shapes").items()}
-            for group in fields.sequence(self.model["param_shapes"], "param_shapes")
+            {str(name): source.sizes(shape, f"the shape of {name}") for name, shape in source.mapping(group, "param_shapes").items()}
+            for group in source.sequence(self.model["param_shapes"], "param_shapes")
         ]
-        self.module: Mapping[str, Any] = fields.mapping(self.model.get("module") or {}, "module")
+        self.module: Mapping[str, Any] = source.mapping(self.model.get("module") or {}, "module")
         for name, value in self.module.items():
             if not isinstance(value, torch.Tensor) and not str(name).endswith("_extra_state"):
                 raise CheckpointError(f"{folder}: {name} is {shown(value)}, expected a tensor")
@@ -128,7 +128,7 @@ class _Reader:
 
     def source(self, stage: int) -> Source:
         """Return the checkpoint as the source of a conversion."""
-        shared = fields.mapping(self.model.get("shared_params") or {}, "shared_params")
+        shared = source.mapping(self.model.get("shared_params") or {}, "shared_params")
         aliases = {str(alias): str(name) for alias, name in shared.items()}
         lost = [alias for alias, name in aliases.items() if name in self.module and alias not in self.module]
         if lost:
@@ -138,8 +138,8 @@ class _Reader:
         params = [param for group in range(len(self.shapes)) for param in self.trained(group)]
         names = {param.name for param in params}
         params += self.frozen(names | set(aliases))
-        buffers = fields.sequence(self.model.get("buffer_names") or [], "buffer_names")
-        found = [tensor_source(name, fields.tensor(self.module.get(name), f"the buffer {name}")) for name in buffers]
+        buffers = source.sequence(self.model.get("buffer_names") or [], "buffer_names")
+        found = [tensor_source(name, source.tensor(self.module.get(name), f"the buffer {name}")) for name in buffers]
         return Source(
             what=f"the DeepSpeed checkpoint {self.folder}",
             params=tuple(params),
@@ -153,14 +153,14 @@ class _Reader:
                 "client_state": {key: value for key, value in self.model.items() if key not in _KNOWN},
             },
             counters={
-                name: fields.integer(self.model.get(name) or 0, name) for name in ("global_steps", "skipped_steps", "global_samples")
+                name: source.integer(self.model.get(name) or 0, name) for name in ("global_steps", "skipped_steps", "global_samples")
             },
             stage=stage,
         )
 
     def _config(self, key: str) -> Mapping[str, Any]:
         """Return section ``key`` of the run's DeepSpeed configuration; empty if there is none."""
-        return fields.mapping(fields.mapping(self.model.get("ds_config") or {}, "ds_config").get(key) or {}, f"ds_config.{key}")
+        return source.mapping(source.mapping(self.model.get("ds_config") or {}, "ds_config").get(key) or {}, f"ds_config.{key}")
 
     def _optimizer_name(self) -> str:
         """Return the optimizer's name in the configuration; "" if the script made the optimizer, because then DeepSpeed writes no name."""
@@ -180,10 +180,10 @@ class _Reader:
                 raise CheckpointError(f"{self.folder}: loss_scaler is {shown(scaler)}, expected a LossScaler or DynamicLossScaler")
             return None
         state = scaler.state
-        numbers = {key: fields.integer(state.get(key, default), key, -1) for key, default in _SCALER.items()}
+        numbers = {key: source.integer(state.get(key, default), key, -1) for key, default in _SCALER.items()}
         good = numbers["cur_iter"] - numbers["last_overflow_iter"] - 1
         window = numbers["scale_window"] or good + 1
-        scale = fields.number(state["cur_scale"], "cur_scale")
+        scale = source.number(state["cur_scale"], "cur_scale")
         return {"scale": scale, "dynamic": True, "good_steps": good % window, "tolerance": numbers["cur_hysteresis"]}
 
     def trained(self, group: int) -> list[SourceParam]:
@@ -236,8 +236,8 @@ class _Reader:
             if isinstance(value, torch.Tensor) and value.ndim and not (value.numel() == 1 < longest):
                 flat.append(key)
                 continue
-            number = fields.number(value, f"{key} of {name}")
-            if any(fields.number(state[key], f"{key} of {name}") != number for state in by_rank):
+            number = source.number(value, f"{key} of {name}")
+            if any(source.number(state[key], f"{key} of {name}") != number for state in by_rank):
                 raise CheckpointError(f"{self.folder}: the ranks have different values of {key} for {name}")
             numbers[str(key)] = value
         return flat, numbers
@@ -248,7 +248,7 @@ class _Stage12(_Reader):
 
     def __init__(self, folder: Path, ranks: Sequence[Mapping[str, Any]], models: Sequence[Mapping[str, Any]]) -> None:
         super().__init__(folder, ranks, models)
-        self._masters = [fields.rows(part["single_partition_of_fp32_groups"], "single_partition_of_fp32_groups") for part in ranks]
+        self._masters = [source.rows(part["single_partition_of_fp32_groups"], "single_partition_of_fp32_groups") for part in ranks]
         for rows in self._masters:  # the last rank's array may lack the padding
             if any(row.numel() > first.numel() for row, first in zip(rows, self._masters[0], strict=True)):
                 raise CheckpointError(f"{folder}: a rank's flat arrays are longer than those of rank 0")
@@ -265,7 +265,7 @@ class _Stage12(_Reader):
         named: list[set[Any]] = [set() for _ in self.shapes]
         for rank, part in enumerate(self.ranks):
             for group, addresses in enumerate(part.get("param_slice_mappings") or ()):
-                self._check_addresses(rank, group, fields.mapping(addresses, "param_slice_mappings"))
+                self._check_addresses(rank, group, source.mapping(addresses, "param_slice_mappings"))
                 named[group] |= addresses.keys()
         for group, names in enumerate(named):
             if names and names != self.shapes[group].keys():
@@ -286,14 +286,14 @@ class _Stage12(_Reader):
             raise CheckpointError(
                 f"{self.folder} was written with zero_optimization.elastic_checkpoint true; set it to false and save again"
             )
-        return [fields.mapping(group, "param_groups") for group in fields.sequence(base["param_groups"], "param_groups")]
+        return [source.mapping(group, "param_groups") for group in source.sequence(base["param_groups"], "param_groups")]
 
     def arrays(self, group: int, name: str, numel: int) -> tuple[Elsewhere, dict[str, Elsewhere], dict[str, Any]]:
         places = [self._place(rank, group, name, numel) for rank in range(len(self.ranks))]
         master = self._check(_cut([rows[group] for rows in self._masters], places), name, numel)
-        by_rank = [fields.mapping(part["base_optimizer_state"]["state"].get(group, {}), "state") for part in self.ranks]
+        by_rank = [source.mapping(part["base_optimizer_state"]["state"].get(group, {}), "state") for part in self.ranks]
         flat, numbers = self._numbers(by_rank, name)
-        rows = {key: fields.rows([state[key] for state in by_rank], f"{key} of {name}") for key in flat}
+        rows = {key: source.rows([state[key] for state in by_rank], f"{key} of {name}") for key in flat}
         return master, {str(key): self._check(_cut(found, places), name, numel) for key, found in rows.items()}, numbers
 
     def _place(self, rank: int, group: int, name: str, numel: int) -> tuple[int, int]:
@@ -317,7 +317,7 @@ class _Stage12(_Reader):
         offsets, end = {}, 0
         for position, (name, shape) in enumerate(self.shapes[group].items()):
             offsets[name] = end
-            end += math.prod(shape) + (fields.integer(paddings[group][position], "param_alignment_paddings") if paddings else 0)
+            end += math.prod(shape) + (source.integer(paddings[group][position], "param_alignment_paddings") if paddings else 0)
         return offsets
 
     def frozen(self, taken: set[str]) -> list[SourceParam]:
@@ -325,7 +325,7 @@ class _Stage12(_Reader):
         left = {name: value for name, value in self.module.items() if name not in taken | buffers and isinstance(value, torch.Tensor)}
         fragments = self.model.get("frozen_param_fragments") or {}
         for name, shape in (self.model.get("frozen_param_shapes") or {}).items():
-            left[name] = fields.tensor(fragments[name], name).reshape(fields.sizes(shape, f"the shape of {name}"))
+            left[name] = source.tensor(fragments[name], name).reshape(source.sizes(shape, f"the shape of {name}"))
         return [SourceParam(tensor_source(name, value), value.dtype) for name, value in left.items()]
 
 
@@ -334,7 +334,7 @@ def _address(address: Any) -> tuple[int, int]:
     if isinstance(address, Inert):
         named = address.state
         address = address.arguments if len(address.arguments) >= 2 else (named["numel"], named["start"])
-    return fields.integer(address[0], "numel of a fragment"), fields.integer(address[1], "start of a fragment")
+    return source.integer(address[0], "numel of a fragment"), source.integer(address[1], "start of a fragment")
 
 
 def _cut(flats: Sequence[torch.Tensor], places: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
@@ -352,7 +352,7 @@ class _Stage3(_Reader):
             for name, shape in group.items():
                 self._starts[name] = end
                 end += self._part_numel(math.prod(shape))
-        self._masters = [fields.rows(part["fp32_flat_groups"], "fp32_flat_groups") for part in ranks]
+        self._masters = [source.rows(part["fp32_flat_groups"], "fp32_flat_groups") for part in ranks]
         self._lengths = [row.numel() for row in self._masters[0]]
         if any([row.numel() for row in rows] != self._lengths for rows in self._masters):
             raise CheckpointError(f"{folder}: the ranks' sub-groups differ in length")
@@ -363,11 +363,11 @@ class _Stage3(_Reader):
         return math.ceil(numel / len(self.ranks))
 
     def _state(self, rank: int) -> Mapping[str, Any]:
-        return fields.mapping(self.ranks[rank]["optimizer_state_dict"], "optimizer_state_dict")
+        return source.mapping(self.ranks[rank]["optimizer_state_dict"], "optimizer_state_dict")
 
     def param_groups(self) -> Sequence[Mapping[str, Any]]:
-        groups = fields.sequence(self._state(0)["param_groups"], "param_groups")
-        return [fields.mapping(group, "param_groups") for group in groups[: len(self.shapes)]]
+        groups = source.sequence(self._state(0)["param_groups"], "param_groups")
+        return [source.mapping(group, "param_groups") for group in groups[: len(self.shapes)]]
 
     def arrays(self, group: int, name: str, numel: int) -> tuple[Elsewhere, dict[str, Elsewhere], dict[str, Any]]:
         start, count = self._starts[name], self._part_numel(numel)
@@ -379,15 +379,15 @@ class _Stage3(_Reader):
         flat, numbers = self._numbers([sub_groups[first] for sub_groups in by_rank], name)
         states: dict[str, Elsewhere] = {}
         for key in flat:
-            flats_of = [fields.rows([state[key] for state in sub_groups], f"{key} of {name}") for sub_groups in by_rank]
+            flats_of = [source.rows([state[key] for state in sub_groups], f"{key} of {name}") for sub_groups in by_rank]
             pieces = [piece for flats in flats_of for piece in self._pieces(flats, start, count)]
             states[str(key)] = self._check(pieces, name, numel, len(self.ranks))
         return master, states, numbers
 
     def _sub_groups(self, rank: int) -> list[Mapping[str, Any]]:
         """Return a rank's optimizer states of each sub-group, which is one parameter of DeepSpeed's base optimizer."""
-        state = fields.mapping(self._state(rank)["state"], "state")
-        return [fields.mapping(state.get(number, {}), "state") for number in range(len(self._lengths))]
+        state = source.mapping(self._state(rank)["state"], "state")
+        return [source.mapping(state.get(number, {}), "state") for number in range(len(self._lengths))]
 
     def _sub_group_of(self, start: int) -> int:
         end = 0
@@ -409,8 +409,8 @@ class _Stage3(_Reader):
     def frozen(self, taken: set[str]) -> list[SourceParam]:
         found = []
         for name, sizes in (self.model.get("frozen_param_shapes") or {}).items():
-            pieces = [fields.tensor(model["frozen_param_fragments"][name], name).reshape(-1) for model in self.models]
-            shape = fields.sizes(sizes, f"the shape of {name}")
+            pieces = [source.tensor(model["frozen_param_fragments"][name], name).reshape(-1) for model in self.models]
+            shape = source.sizes(sizes, f"the shape of {name}")
             row = self._check(pieces, name, math.prod(shape), len(self.ranks))
             found.append(SourceParam(SourceTensor(str(name), shape, row), row.dtype, FROZEN))
         return found

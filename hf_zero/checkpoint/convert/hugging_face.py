@@ -1,16 +1,24 @@
-"""Read Hugging Face model folders as weights without optimizer, and write such folders with safetensors files."""
+"""Read Hugging Face model folders as weights without optimizer, and write such folders with safetensors files.
+
+Small files that belong to a model (configuration, tokenizer) are copied unchanged to the folder of a conversion.
+
+[Note: links] The Hub's cache stores a model as symbolic links into the folder ``blobs`` of the same repository; such links are followed.
+Other links are not followed, because an untrusted folder could otherwise copy any file of this machine into a result that the user
+publishes.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 
-from hf_zero.checkpoint.convert import companions, fields
+from hf_zero.checkpoint.convert import source
 from hf_zero.checkpoint.convert.pickles import Inert
 from hf_zero.checkpoint.convert.source import Progress, Source, SourceParam, SourceTensor, row_of, tensor_source
 from hf_zero.checkpoint.convert.torch_files import load_torch_file, require_trust
@@ -18,13 +26,83 @@ from hf_zero.checkpoint.files.rows import Elsewhere, Entry
 from hf_zero.checkpoint.files.tensor_writer import write_tensor_file
 from hf_zero.checkpoint.model.model_files import split_by_size
 from hf_zero.errors import CheckpointError
-from hf_zero.observe import log_rank0
+from hf_zero.observe import log_rank0, logger
 from hf_zero.system import own_files
 from hf_zero.system.folder import Folder
 from hf_zero.system.reading import read_json, reading, shown
 
+# Patterns of the files, besides weights and config.json, that from_pretrained reads.
+_OF_A_MODEL = (
+    "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+    "*.model", "chat_template*", "preprocessor_config.json", "processor_config.json",
+    "image_processor_config.json", "video_preprocessor_config.json",
+)  # fmt: skip
 _SAFE, _PICKLE = "model.safetensors", "pytorch_model.bin"
 _INDEX = ".index.json"
+
+
+def copy_companions(place: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Copy configuration and tokenizer of the model from ``place`` to ``folder``; a dtype in the copied configuration becomes ``dtype``.
+
+    Raises:
+        CheckpointError: ``config.json`` is not a JSON object.
+    """
+    _copy_all([path for pattern in _OF_A_MODEL for path in sorted(place.glob(pattern))], folder)
+    config, source = folder / "config.json", place / "config.json"
+    if not config.is_file() and not _may_be_copied(source):
+        return
+    read = config if config.is_file() else source
+    data = read_json(read, CheckpointError)
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{read} is a {type(data).__name__}, expected a JSON object")
+    for key in ("dtype", "torch_dtype"):
+        if isinstance(data.get(key), str):
+            data[key] = str(dtype).removeprefix("torch.")
+    own_files.write_text(config, json.dumps(data, indent=2) + "\n")
+
+
+def copy_beside(place: Path, folder: Path) -> None:
+    """Copy the files of Trainer and Accelerate beside an engine's checkpoint: their state, random states, configuration, tokenizer."""
+    found = sorted(place.iterdir())
+    _copy_all([path for path in found if not path.name.startswith((".", "zero_to_")) and path.suffix != ".distcp"], folder)
+
+
+def _copy_all(paths: Sequence[Path], folder: Path) -> None:
+    """Copy files; of names that differ only in upper and lower case copy the first, because not every file system distinguishes them."""
+    known: dict[str, Path] = {}
+    for path in paths:
+        first = known.setdefault(path.name.casefold(), path)
+        if first.name == path.name:
+            _copy(path, folder)
+        elif path.is_file():
+            logger.warning("%s is not copied: its name differs from that of %s only in upper and lower case", path, first.name)
+
+
+def _copy(path: Path, folder: Path) -> None:
+    """Copy a file to ``folder`` unless it is there already or is a link to elsewhere; see [Note: links]."""
+    if path.is_file() and not os.path.lexists(folder / path.name) and _may_be_copied(path):
+        own_files.copy_file(path.resolve(), folder / path.name)
+
+
+def _may_be_copied(path: Path) -> bool:
+    """Return whether ``path`` exists and is not a link to elsewhere; log a warning if it is one."""
+    if not path.exists():
+        return False
+    if not stays_inside(path):
+        logger.warning(
+            "%s is a link to %s, outside of its folder, and is not copied. Copy it yourself if it belongs there", path, path.resolve()
+        )
+        return False
+    return True
+
+
+def stays_inside(path: Path) -> bool:
+    """Return whether the target of ``path`` is in its folder, or in the blobs of the repository whose snapshot the folder is."""
+    folder, target = path.parent.resolve(), path.resolve()
+    if target.is_relative_to(folder):
+        return True
+    snapshots = next((parent for parent in folder.parents if parent.name == "snapshots"), None)
+    return snapshots is not None and snapshots.parent.name.startswith("models--") and target.is_relative_to(snapshots.parent / "blobs")
 
 
 def is_hugging_face(folder: Path) -> bool:
@@ -41,7 +119,7 @@ def read_hugging_face(folder: Path, trust_pickle: bool) -> Source:
     for name, read in ((_SAFE, _read_safe), (_PICKLE, _read_pickle)):
         files = _files(folder, name)
         for path in [*files, folder / (name + _INDEX)] if files else ():
-            if path.is_symlink() and not companions.stays_inside(path):
+            if path.is_symlink() and not stays_inside(path):
                 raise CheckpointError(
                     f"{path} is a link to {path.resolve()}, outside of its folder, and is not followed, because an untrusted folder could "
                     "read any file of this machine. Replace the link by the file"
@@ -73,7 +151,7 @@ def _files(folder: Path, name: str) -> dict[Path, set[str]]:
         return {folder / name: set()} if (folder / name).is_file() else {}
     files: dict[Path, set[str]] = {}
     with reading(index, CheckpointError):
-        weights = fields.mapping(fields.mapping(read_json(index, CheckpointError), "the index")["weight_map"], "weight_map")
+        weights = source.mapping(source.mapping(read_json(index, CheckpointError), "the index")["weight_map"], "weight_map")
         for tensor, file in weights.items():
             if not isinstance(file, str) or Path(file).name != file or not (folder / file).is_file():
                 raise CheckpointError(f"{index} lists {shown(file)}, which is not in {folder}")
@@ -96,7 +174,7 @@ def _lazy(opened: Any, name: str, numel: int, dtype: torch.dtype) -> Elsewhere:
 def _read_pickle(path: Path) -> Iterator[SourceTensor]:
     data = load_torch_file(path)
     with reading(path, CheckpointError):
-        for name, tensor in fields.mapping(data, "the state dict in it").items():
+        for name, tensor in source.mapping(data, "the state dict in it").items():
             if isinstance(tensor, torch.Tensor):
                 yield tensor_source(str(name), tensor)
             elif isinstance(tensor, Inert):
@@ -147,7 +225,7 @@ def write_hugging_face(source: Source, folder: Path, dtype: torch.dtype, limit: 
             text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
             own_files.write_text(folder / (_SAFE + _INDEX), text + "\n", opened)
     for place in beside:
-        companions.copy_companions(place, folder, dtype)
+        copy_companions(place, folder, dtype)
     return [folder / name for name in names]
 
 

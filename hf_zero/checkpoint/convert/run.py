@@ -12,7 +12,7 @@ import torch
 from tqdm import tqdm
 
 from hf_zero.checkpoint.commit import folders
-from hf_zero.checkpoint.convert import companions, dcp_files, deepspeed, hugging_face, native, torch_dcp
+from hf_zero.checkpoint.convert import dcp_files, deepspeed, hugging_face, native, torch_dcp
 from hf_zero.checkpoint.convert.source import Progress, Source
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import warn_once
@@ -86,7 +86,7 @@ def _copy_beside(wanted: Conversion, source: Source) -> None:
     if source.optimizer is None or isinstance(wanted.source, Path) and deepspeed.is_deepspeed(wanted.source):
         return
     if isinstance(wanted.source, Path) and isinstance(wanted.target, Path):
-        companions.copy_beside(wanted.source, wanted.target)
+        hugging_face.copy_beside(wanted.source, wanted.target)
     else:
         warn_once("files of Trainer and Accelerate beside the checkpoint are copied between folders only: copy them yourself")
 

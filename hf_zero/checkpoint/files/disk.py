@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hf_zero.system import own_files
-from hf_zero.system.c_library import linux_function
 from hf_zero.system.folder import Folder
 from hf_zero.system.object_store import Place
+from hf_zero.system.process import linux_function
 
 try:
     import fcntl

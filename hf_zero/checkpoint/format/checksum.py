@@ -7,7 +7,7 @@ import zlib
 import numpy as np
 
 from hf_zero.checkpoint.format.names import CHUNK_BYTES
-from hf_zero.native.crc32 import crc32_chunks
+from hf_zero.native.ranges import crc32_chunks
 
 _DIGITS = 8  # hexadecimal digits per checksum
 

@@ -20,8 +20,7 @@ from hf_zero.checkpoint.commit import agreement
 from hf_zero.checkpoint.model.model_files import MAX_SHARD_SIZE, ModelFiles, PlannedTensor
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
-from hf_zero.core.units.packed import is_wrapped
-from hf_zero.core.units.tp_shard import TpShard, paste, tp_shard_of
+from hf_zero.core.units.marks import TpShard, is_wrapped, paste, tp_shard_of
 from hf_zero.core.units.unit import Unit, find_unit, full_shape
 from hf_zero.errors import CheckpointError, UnsupportedError
 from hf_zero.memory.budget import free_memory

@@ -10,7 +10,7 @@ import torch
 from hf_zero.checkpoint.model.export import joined, joined_experts
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.schedule.gathered_parameters import units_of
-from hf_zero.core.units.tp_shard import TpShard, tp_shard_of
+from hf_zero.core.units.marks import TpShard, tp_shard_of
 from hf_zero.core.units.unit import Unit, find_unit
 
 

@@ -14,7 +14,7 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.topology import Topology
 from hf_zero.core.averages import AveragedWeights
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
-from hf_zero.core.units.tp_shard import is_elsewhere
+from hf_zero.core.units.marks import is_elsewhere
 from hf_zero.core.units.unit import Unit, find_unit
 from hf_zero.system.object_store import Place
 

@@ -20,13 +20,11 @@ from hf_zero.config.schema.fields import (
     section,
     used,
 )
-from hf_zero.config.schema.monitors import Comet, CsvMonitor, Tensorboard, Trackio, Wandb
-from hf_zero.config.schema.optimization import Optimizer, Scheduler
+from hf_zero.config.schema.monitoring import Comet, CommsLogger, CsvMonitor, FlopsProfiler, Tensorboard, Timers, Trackio, Wandb
 from hf_zero.config.schema.own import OwnSettings
 from hf_zero.config.schema.parallel import Elasticity, ExpertParallel, Pipeline, TensorParallel
-from hf_zero.config.schema.precision import Bf16, DataTypes, Fp16, TorchAutocast
 from hf_zero.config.schema.storage import ActivationCheckpointing, Aio, Checkpoint, Compile, DataStates
-from hf_zero.config.schema.tools import CommsLogger, FlopsProfiler, Timers
+from hf_zero.config.schema.training import Bf16, DataTypes, Fp16, Optimizer, Scheduler, TorchAutocast
 from hf_zero.config.schema.zero import ZeroOptimization
 
 

@@ -9,7 +9,7 @@ import torch
 
 from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.core.units.layout import FROZEN, ParamSlot, Range, UnitLayout
-from hf_zero.core.units.tp_shard import TpShard, cut, paste
+from hf_zero.core.units.marks import TpShard, cut, paste
 from hf_zero.core.units.unit import Unit
 
 

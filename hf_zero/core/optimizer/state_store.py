@@ -12,7 +12,7 @@ from hf_zero.core.units.unit import Unit, trained_of
 from hf_zero.core.units.values import publish, shard_changed
 from hf_zero.memory import host_memory
 from hf_zero.native.passes import LOW_TYPES
-from hf_zero.ops.host_optimizer import HostOptimizer
+from hf_zero.ops.host_optimizers import HostOptimizer
 
 # Number of gradient elements that are cast to the masters' dtype at a time, at least one segment: 128 MiB in fp32.
 _CAST_NUMEL = 1 << 25

@@ -11,13 +11,13 @@ from torch.utils._pytree import tree_leaves
 
 from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.core.optimizer.clones import state_at_start
-from hf_zero.core.optimizer.owner_states import OwnerStates, WholeParam
 from hf_zero.core.optimizer.owners import Spread, TensorMoves, assign_owners, spread_of, spread_of_experts
+from hf_zero.core.optimizer.param_states import OwnerStates, WholeParam
 from hf_zero.core.optimizer.segments import OwnedSegment, master_of
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.optimizer.state_store import StateStore, scale_
 from hf_zero.core.units.layout import ParamSlot
-from hf_zero.core.units.tp_shard import TpShard, tp_shard_of
+from hf_zero.core.units.marks import TpShard, tp_shard_of
 from hf_zero.core.units.unit import Unit
 from hf_zero.core.units.values import publish
 from hf_zero.observe import span

@@ -302,7 +302,10 @@ class BackwardPhase:
     def _join(self, error: str) -> str:
         """Issue the unshards and reductions of this backward that remain on any rank; collective. Return the errors of other ranks."""
         with span("end_backward"), outside_transforms():
-            _collect_left(self)
+            reducer, left, self._left = self.reducer, self._left, []
+            if reducer is not None:
+                for entry, index in left:  # [Note: hooks of a script]
+                    reducer.collect(entry, index)
             SharedBackward.close_all()
             if self.schedule is not None:
                 self.schedule.end_backward()
@@ -350,14 +353,6 @@ class BackwardPhase:
         self.outputs.clear()
         for block in self._blocks:
             block.reset()
-
-
-def _collect_left(phase: BackwardPhase) -> None:
-    """Collect the gradients that hooks of the script were to see first, see [Note: hooks of a script]."""
-    left, phase._left = phase._left, []
-    for entry, index in left:
-        if phase.reducer is not None:
-            phase.reducer.collect(entry, index)
 
 
 def _hold(phase: BackwardPhase) -> None:

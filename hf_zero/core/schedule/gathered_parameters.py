@@ -1,28 +1,53 @@
-"""Define ``GatheredParameters``: unsharded parameters inside a ``with`` block, and rules for changes made there."""
+"""Unshard parameters outside of their block's forward: ``GatheredParameters``, and external parameters, which another module owns."""
 
 from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from hf_zero.comm.collectives import Collectives
-from hf_zero.core.schedule.external_parameters import register_external_parameter
 from hf_zero.core.units.derived import exchange_changes
 from hf_zero.core.units.layout import UnitState
 from hf_zero.core.units.registration import network_of_loose, noted_loose
 from hf_zero.core.units.unit import Unit, find_unit
 from hf_zero.core.units.values import adopt_writes, broadcast_from, show_as_built
 from hf_zero.errors import StateError
-from hf_zero.native.crc32 import crc32_chunks
+from hf_zero.native.ranges import crc32_chunks
 
+_declared: WeakKeyDictionary[nn.Module, list[nn.Parameter]] = WeakKeyDictionary()
 _CHUNK_BYTES = 1 << 22  # bytes of one chunk of a checksum
 _PIECE = 1 << 22  # elements that a checksum widens to 64 bits at a time
 _ODD = 0x1F58476D1CE4E5B9  # any odd number with as many ones as zeros
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Declare that ``module``'s forward reads ``parameter``, which another module owns; before or after ``initialize``.
+
+    Raises:
+        StateError: ``parameter`` is not an ``nn.Parameter``.
+    """
+    if not isinstance(parameter, nn.Parameter):
+        raise StateError(f"register_external_parameter takes an nn.Parameter, got {type(parameter).__name__}")
+    known = _declared.setdefault(module, [])
+    if not any(parameter is other for other in known):
+        known.append(parameter)
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Undo ``register_external_parameter``; do nothing if it was never called."""
+    known = _declared.get(module, [])
+    known[:] = [other for other in known if other is not parameter]
+
+
+def external_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters that are declared external to ``module`` itself."""
+    yield from _declared.get(module, ())
 
 
 class GatheredParameters:

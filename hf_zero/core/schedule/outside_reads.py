@@ -16,15 +16,15 @@ from torch.utils._pytree import tree_leaves
 
 from hf_zero.core.schedule.backward_phase import BackwardPhase
 from hf_zero.core.schedule.block import Block
-from hf_zero.core.schedule.external_parameters import external_parameters
 from hf_zero.core.schedule.forward_hooks import RAISED, ForwardHooks
+from hf_zero.core.schedule.gathered_parameters import external_parameters
 from hf_zero.core.schedule.schedule import ForwardPhase
 from hf_zero.core.schedule.torch_internals import in_backward, outside_transforms, replace_parameters
 from hf_zero.core.units.grouping import enclosing
 from hf_zero.core.units.guards import guard_state_dict
 from hf_zero.core.units.layout import UnitState
+from hf_zero.core.units.marks import WholeReader, Wholes, whole_reader_of
 from hf_zero.core.units.sharded_parameter import OWNER, ShardedParameter
-from hf_zero.core.units.tp_shard import WholeReader, Wholes, whole_reader_of
 from hf_zero.core.units.unit import Unit, find_unit, is_sharded
 from hf_zero.observe import note
 

@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad
 from torch.utils.hooks import RemovableHandle
 
 from hf_zero.core.units.guards import HOOKED_MODULE
-from hf_zero.core.units.memory_uses import ordinary_tensors
+from hf_zero.core.units.whole_buffer import ordinary_tensors
 
 # -- torch.func ---------------------------------------------------------------------------------------------------------
 

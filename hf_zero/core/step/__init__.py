@@ -13,7 +13,7 @@ back to its newest saved state (``core/step/spikes.py``, ``checkpoint/rewinds.py
 
 Each step begins by finding the parameters to train (``core/step/trained_set.py``, [Note: what is trained]) and the values that the script
 has written (``core/step/written.py``, ``core/units/values.py adopt_writes``). ``core/step/trained_set.py`` stops and resumes the training
-of parameters, and adds new ones, which get units from ``assembly/joining.py``. Page for users: docs/parameters.md.
+of parameters, and adds new ones, which get units from ``assembly/units.py``. Page for users: docs/parameters.md.
 
 A parameter that no rank used in a step has a zero gradient: moments decay and weight decay applies, while plain PyTorch does not update it.
 With ``ignore_unused_parameters: false`` a parameter that any rank did not use is an error on all ranks.

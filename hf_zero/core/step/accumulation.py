@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hf_zero.errors import StateError
 from hf_zero.observe import warn_once
 
@@ -43,6 +45,7 @@ class Accumulation:
         self._backwards = 0  # backwards since the last optimizer step
         self._lost = 0  # number of backwards whose gradients were lost to a later backward that failed
         self._broke = False  # whether the last backward failed
+        self._cleared = False  # whether ``zero_grad`` was called after the last backward
 
     def say(self, is_boundary: bool) -> None:
         """Let the caller decide from now on whether a micro-step is a boundary; ``is_boundary`` is for the next one.
@@ -67,7 +70,7 @@ class Accumulation:
         """
         self.require_window()
         self._backwards += 1
-        self._broke = False
+        self._broke = self._cleared = False
         if forwards is None or forwards != self._seen_forwards:
             if self._awaits_step and self.managed and self._said is None and self.steps > 1:
                 self._warn_of_several()
@@ -179,11 +182,40 @@ class Accumulation:
     def stepped(self) -> None:
         """Begin a new cycle after an optimizer step."""
         self._in_cycle = self._steps_called = self._backwards = self._lost = 0
-        self.boundary = self._awaits_step = self.held_back = self._broke = False
+        self.boundary = self._awaits_step = self.held_back = self._broke = self._cleared = False
 
     def refused(self) -> None:
         """Note that a ``step`` that would have updated has raised: it can be called again, or ``zero_grad`` discards the gradients."""
         self._awaits_step = self.boundary
+
+    def count_from(self, micro_steps: int, discard: Callable[[], None]) -> None:
+        """Set the number of micro-steps so far, as scripts do that begin a new accumulation at each epoch; ``step`` counts from there.
+
+        [Note: an accumulation that begins again] A script that calls ``zero_grad()`` in the middle of an accumulation and sets the count
+        to a multiple of ``steps`` drops the gradients so far. ``zero_grad()`` alone keeps them, because scripts call it after every
+        micro-step; so it is noted, and ``discard`` is called here.
+
+        Args:
+            micro_steps: The number.
+            discard: Drops the gradients since the last optimizer step.
+
+        Raises:
+            StateError: An accumulation would begin again with gradients that ``zero_grad()`` has not dropped.
+        """
+        counts = self.managed and self._said is None
+        position = micro_steps % self.steps if counts else self._steps_called
+        if counts and position == 0 and self.steps > 1 and self.in_window and not self.boundary:
+            if not self._cleared:
+                raise StateError(
+                    f"micro_steps was set to {micro_steps}, where an accumulation of {self.steps} begins, but the gradients of "
+                    f"{self._in_cycle} micro-step(s) wait for step(): call engine.zero_grad() before it to drop them"
+                )
+            discard()
+        self._steps_called, self.micro_steps = position, micro_steps
+
+    def cleared(self) -> None:
+        """Note a ``zero_grad`` that keeps the gradients so far, because more micro-steps may follow."""
+        self._cleared = self.in_window
 
     def discarded(self) -> None:
         """Note that the gradients since the last optimizer step were discarded: their micro-steps do not count, and another backward may

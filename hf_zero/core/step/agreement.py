@@ -17,7 +17,7 @@ from torch import nn
 from hf_zero.comm.collectives import Collectives, as_sent
 from hf_zero.core.units.grouping import NamedParam
 from hf_zero.core.units.layout import FROZEN
-from hf_zero.core.units.tp_shard import is_expert, whole_shape
+from hf_zero.core.units.marks import is_expert, whole_shape
 from hf_zero.core.units.unit import full_shape
 from hf_zero.errors import StateError
 from hf_zero.memory.host_memory import mapped_files
@@ -239,11 +239,13 @@ class Agreed(NamedTuple):
         written: Whether a script has written gradients on any rank.
         signal: Number of a signal that asks a rank to end (the highest of several); 0 if no rank has received one.
         waits: Whether a parameter that the last step has not trained has a gradient on any rank.
+        changed: Whether the norm of the gradients must be taken anew, because no rank has taken it or some gradient has changed since.
     """
 
     written: bool
     signal: int
     waits: bool
+    changed: bool
 
 
 def agree(collectives: Collectives, alike: Sequence[Alike], anywhere: Sequence[int] = ()) -> list[int]:

@@ -12,7 +12,7 @@ import torch
 from hf_zero import native
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.units.layout import Range
-from hf_zero.core.units.tp_shard import TpShard, tp_shard_of
+from hf_zero.core.units.marks import TpShard, tp_shard_of
 from hf_zero.core.units.unit import Unit
 from hf_zero.native.library import ELEMENT_TYPES, library
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hf_zero import observe
-from hf_zero.core.optimizer.param_groups import learning_rates
+from hf_zero.core.optimizer.segments import learning_rates
 from hf_zero.metrics import Sink
 from hf_zero.observe import log_rank0
 from hf_zero.system.sizes import gib, size_text

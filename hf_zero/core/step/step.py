@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+from weakref import ref
 
 import torch
 
@@ -17,7 +18,7 @@ from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.agreement import Agreed, agree, same_clipping, same_groups, same_pace
 from hf_zero.core.step.grad_norm import clip_factor, first_non_finite, global_norm, model_axis
-from hf_zero.core.step.loss_scale import LossScaler
+from hf_zero.core.step.precision import LossScaler
 from hf_zero.core.step.spikes import StepWatch
 from hf_zero.core.step.trained_set import TrainedUnits
 from hf_zero.core.step.written import WrittenValues, have_written, note_added, refuse_added, take_written
@@ -27,9 +28,11 @@ from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.observe import log_rank0, span
 from hf_zero.system import signals
 
-# Values in the vote of a step that are more than "gradients were written" (1):
-_ADDED = 2  # a backward has added to a gradient that a script had written
-_REFUSED = 3  # a script has written values to a parameter that cannot accept them
+# Values in the vote of a step; the largest of all ranks counts:
+_CHANGED = 1  # the norm of the gradients as they are now is not known
+_WRITTEN = 2  # a script has written gradients
+_ADDED = 3  # a backward has added to a gradient that a script had written
+_REFUSED = 4  # a script has written values to a parameter that cannot accept them
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,26 @@ class StepResult:
     culprit: str = ""
     signal: int = 0
     groups: int = 1
+
+
+class Measured:
+    """A gradient norm that was taken before the step, and the state of the gradients then.
+
+    Args:
+        norm: The norm, with loss scale.
+        shards: This rank's gradients, one 1D tensor per unit.
+        micro_steps: Number of micro-steps that this rank has begun.
+    """
+
+    def __init__(self, norm: torch.Tensor, shards: Sequence[torch.Tensor], micro_steps: int) -> None:
+        self.norm = norm
+        self._shards = [(ref(shard), shard._version) for shard in shards]  # the count of writes in place
+        self._micro_steps = micro_steps
+
+    def is_of(self, shards: Sequence[torch.Tensor], micro_steps: int) -> bool:
+        """Return whether the gradients are still the same; local."""
+        same = [shard is then() and shard._version == version for shard, (then, version) in zip(shards, self._shards, strict=False)]
+        return all(same) and len(shards) == len(self._shards) and micro_steps == self._micro_steps
 
 
 class OtherGroups(Protocol):
@@ -111,6 +134,7 @@ class Stepper:
         self.everyone = everyone  # network of the ranks that have to agree before a step
         self.groups: OtherGroups | None = None  # set by layers above
         self._averaged: int | None = None  # result of ``OtherGroups.average`` for the coming step
+        self._measured: Measured | None = None  # norm of the coming step
         optimizer.own.change = self.change_masters
         self._look_at_units()
 
@@ -198,7 +222,8 @@ class Stepper:
         if self.everyone is self.collectives.data:  # stages of a pipeline have units of their own
             alike.append(look.alike())
         alike.append(self.trained.alike())  # also removes tensors that a script has added to the groups
-        written = _REFUSED if look.refused else _ADDED if self.reducer.added_to else int(have_written(self.reducer))
+        written = _WRITTEN if have_written(self.reducer) else _CHANGED if self._has_changed() else 0
+        written = _REFUSED if look.refused else _ADDED if self.reducer.added_to else written
         answers = [written, signals.heard(), int(self.trained.waits())]
         if self.everyone.world > 1:
             answers = agree(self.everyone, [*alike, same_groups(self.optimizer.inner), same_clipping(self.settings.max_norm)], answers)
@@ -206,7 +231,11 @@ class Stepper:
             look.refuse(self.everyone)
         if answers[0] == _ADDED:
             refuse_added(self.reducer, self.everyone)
-        return Agreed(bool(answers[0]), answers[1], bool(answers[2]))
+        return Agreed(answers[0] >= _WRITTEN, answers[1], bool(answers[2]), answers[0] >= _CHANGED)
+
+    def _has_changed(self) -> bool:
+        """Return whether ``measure`` has not taken the norm of the gradients as they are now; local."""
+        return self._measured is None or not self._measured.is_of(self.reduced(), self.runtime.micro_steps)
 
     def signal_of_any(self) -> int:
         """Return the number of a signal that some rank has received, outside of a step; 0 for none. Collective, on the host; waits for
@@ -218,11 +247,21 @@ class Stepper:
         """Return the norm of the gradients that the coming step uses, before clipping and without loss scale; 0-dim, collective.
 
         Called after the backward that completes the step. It already takes gradients of new parameters, and gradients that the script has
-        written.
+        written. Otherwise it holds no vote: whether some rank has such gradients travels with the norm, and ``take`` uses the same norm if
+        its vote finds that no gradient has changed since. At stage 0 scripts write to gradients in ways that no counter shows.
 
         Raises:
             StateError: As for ``take``.
         """
+        self._measured = None
+        if type(self) is Stepper and self.groups is None and self.settings.stage.optimizer_sharded:
+            shards = self.reduced()
+            touched = float(bool(self.reducer.added_to) or have_written(self.reducer) or self.trained.waits())
+            anywhere = torch.tensor([touched], dtype=torch.float64, device=self.collectives.topology.device)
+            norm = self.norm_of(shards, anywhere)
+            if not anywhere.item():
+                self._measured = Measured(norm, shards, self.runtime.micro_steps)
+                return norm / self.scaler.scale
         self._settle()
         self.reducer.shown.begin()  # parameters whose gradients were just taken show the reduced gradient, like all others
         shards = self.reduced()
@@ -262,6 +301,7 @@ class Stepper:
             StateError: On every rank, if ranks have begun different numbers of micro-steps or have different hyper-parameters, if a
                 parameter without a gradient must have one, or if gradients were written that cannot be used; nothing has changed then.
         """
+        before = trained_of(self.optimizer.units)
         agreed = self._settle()
         if self.settings.wants_all:
             self._require_all()
@@ -272,7 +312,11 @@ class Stepper:
             return StepResult(torch.tensor(math.nan), False, signal=agreed.signal, groups=0)
         with span("norm"):
             loss = watch.loss_message(self.collectives.topology.device) if watch is not None else None
-            scaled_norm = self.norm_of(shards, loss)
+            if self._measured is None or loss is not None or agreed.changed or trained_of(self.optimizer.units) != before:
+                scaled_norm = self.norm_of(shards, loss)
+            else:
+                scaled_norm = self._measured.norm
+            self._measured = None
         overflow = self.settings.skips_overflow and not bool(torch.isfinite(scaled_norm))
         norm = torch.full_like(scaled_norm, math.inf) if overflow else scaled_norm / self.scaler.scale
         culprit = ""

@@ -5,12 +5,12 @@ of the largest ``ModuleList``s. Large embeddings and heads outside them (from 2^
 form the **root**. A parameter that several modules register (tied weights) belongs to their lowest common ancestor, once. A block has one
 unit per dtype and kind, so a LoRA block has a 16-bit frozen unit and a trainable one.
 
-Packed weights (``packed.py``; ``assembly/packed_weights.py`` finds and marks them) are frozen units of their own, whatever element type the
+Packed weights (``marks.py``; ``assembly/packed_weights.py`` finds and marks them) are frozen units of their own, whatever element type the
 library uses for them. Each weight's scales, a plain tensor of another type, are stored next to it in the same unit as bytes
 (``ParamSlot.shown_as``), so unsharding the weight also unshards its scales. A 4-bit layer of bitsandbytes reads its weight's statistics
 from the parameter object, which is never replaced; an 8-bit layer keeps a reference to the bytes of its first forward (``state.CB``), and
 this reference is updated whenever the weight moves. Checkpoints leave packed weights out. torchao's weights are parameters of a wrapper
-class around plain tensors: the plain tensors are in the unit (``assembly/wrapped_weights.py``, [Note: inner tensors]). At stage 3 a packed
+class around plain tensors: the plain tensors are in the unit (``assembly/packed_weights.py``, [Note: inner tensors]). At stage 3 a packed
 weight is a unit of its own as soon as ``from_pretrained`` has quantized it (``integrations/packed_loads.py``, [Note: packed as loaded]);
 ``initialize`` moves these weights into the units of blocks.
 
@@ -28,7 +28,7 @@ out of a gather]). The same happens for a tensor that autograd saved for the roo
 the head's parameter is unsharded when backward begins, and any other parameter shows the values that the forward left ([Note: parameters
 that a function saved]). The backward of a plain embedding reads no values: its parameter shows a *placeholder* then, its shape without
 memory, and is not unsharded a second time. On a host, flat buffers ask for huge pages (``host_memory.py``, [Note: huge pages]), and the C
-library's heap keeps the memory that a step frees for the next step (``heap.py``, [Note: memory that a step frees]).
+library's heap keeps the memory that a step frees for the next step (``host_memory.py``, [Note: memory that a step frees]).
 
 The other files describe parts of a unit. ``shard.py``: this rank's shard and master, the storage that keeps the shard between uses, and
 this rank's part of the copy that a node keeps ([Note: secondary copies]). ``derived.py``: values that all ranks must drop together when a
@@ -40,7 +40,7 @@ is notified when a parameter is registered and when its unit's state changes.
 ``zero.Init`` makes each parameter a unit of its own as soon as its module is assigned to its parent. torch's registration hooks report the
 assignment; nothing is patched. A sharded layer's own ``apply`` unshards it, for ``self.apply(init_weights)`` in constructors, and
 parameters that a constructor reads or writes after it has assigned their layer are unsharded for this access
-(``core/constructor_access.py``). While a model is built, its parameters keep the type and device that constructors gave them, every rank
+(``core/model_init.py``). While a model is built, its parameters keep the type and device that constructors gave them, every rank
 draws every random number, and the cast is done at the end ([Note: as it was built]), so that the weights equal those of an ordinary build
 ([Note: same seed, same model]). ``initialize`` moves parameters from their present units to block units, one block at a time, so no rank
 ever has the complete model. The same code moves a module from another engine. During loading, the C library returns large blocks to the
@@ -52,6 +52,6 @@ engine unshards raises when it is called (``guards.py``). A state dict of sharde
 refuse to be written to a file, computed with, or loaded into any parameter except their own ([Note: no empty file], ``guards.py``). A
 parameter itself has another class while it is empty, which answers questions about shape and type and raises for operations that need
 values ([Note: the class of an empty parameter], ``sharded_parameter.py``); its ``data`` and ``detach()`` are placeholders
-(``stand_in.py``). ``checkpoint/model/model_files.py`` writes complete models: it computes the file layout from shapes, and writes each unit
+of the same file. ``checkpoint/model/model_files.py`` writes complete models: it computes the file layout from shapes, and writes each unit
 to its place when the unit is unsharded.
 """

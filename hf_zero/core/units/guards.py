@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from hf_zero.core.units.packed import is_packed
-from hf_zero.core.units.stand_in import StandIn, refusal
-from hf_zero.core.units.tp_shard import is_elsewhere, is_expert, whole_shape
+from hf_zero.core.units.marks import is_elsewhere, is_expert, is_packed, whole_shape
+from hf_zero.core.units.sharded_parameter import StandIn, refusal
 from hf_zero.core.units.unit import find_unit, full_shape, is_sharded
 from hf_zero.errors import StateError
 

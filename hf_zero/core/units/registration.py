@@ -15,10 +15,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.units.layout import FROZEN
+from hf_zero.core.units.marks import OUTER, inner_tensors, is_packed, is_wrapped, mark_inner, mark_packed, with_outer
 from hf_zero.core.units.noted_writes import NotedWrites
-from hf_zero.core.units.packed import OUTER, inner_tensors, is_packed, is_wrapped, mark_inner, mark_packed, with_outer
-from hf_zero.core.units.sharded_parameter import OWNER, set_class, whole_class
-from hf_zero.core.units.stand_in import refusal
+from hf_zero.core.units.sharded_parameter import OWNER, refusal, set_class, whole_class
 from hf_zero.core.units.unit import Unit, UnitSpec, find_unit, full_shape, is_sharded
 from hf_zero.memory import host_memory
 

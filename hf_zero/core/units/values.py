@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from hf_zero.comm.collectives import Pending
-from hf_zero.comm.float8 import Float8Codes, compare_scales
+from hf_zero.comm.quantized import Float8Codes, compare_scales
 from hf_zero.core.units.layout import UnitState
 from hf_zero.core.units.shard import ON_DEVICE, same_bits
 from hf_zero.core.units.sharded_parameter import point

@@ -35,7 +35,7 @@ License: Apache-2.0
 _COMMANDS = {
     "deepspeed.env_report.__main__": "hf_zero.environment:cli_main",
     "deepspeed.launcher.runner.__main__": "hf_zero.deepspeed.launcher:main",
-    "deepspeed.checkpoint.ds_to_universal.__main__": "hf_zero.deepspeed.served.universal:main",
+    "deepspeed.checkpoint.ds_to_universal.__main__": "hf_zero.deepspeed.served.state_files:main",
     "deepspeed.utils.zero_to_fp32.__main__": "hf_zero.checkpoint.zero_to_fp32:main",
 }
 

@@ -149,7 +149,7 @@ HELPERS: Final[dict[str, str]] = {
     # Configuration.
     **{f"deepspeed.{path}DeepSpeedConfig": "hf_zero.deepspeed.served.settings:DeepSpeedConfig" for path in ("", "runtime.config.")},
     **{f"deepspeed.{path}DeepSpeedConfigError": "hf_zero.errors:ConfigError" for path in ("", "runtime.config.")},
-    "deepspeed.runtime.config_utils.DeepSpeedConfigModel": "hf_zero.deepspeed.served.config_model:DeepSpeedConfigModel",
+    "deepspeed.runtime.config_utils.DeepSpeedConfigModel": "hf_zero.deepspeed.served.settings:DeepSpeedConfigModel",
     **_rows("runtime.config", "deepspeed.served.settings", _OPTIMIZER_NAMES),
     "deepspeed.ADAM_OPTIMIZER": "hf_zero.deepspeed.served.settings:ADAM_OPTIMIZER",
     "deepspeed.LAMB_OPTIMIZER": "hf_zero.deepspeed.served.settings:LAMB_OPTIMIZER",
@@ -164,22 +164,22 @@ HELPERS: Final[dict[str, str]] = {
     "deepspeed.constants.TORCH_DISTRIBUTED_DEFAULT_PORT": "hf_zero.deepspeed.served.settings:TORCH_DISTRIBUTED_DEFAULT_PORT",
     "deepspeed.constants.default_pg_timeout": "hf_zero.deepspeed.served.settings:default_pg_timeout",
     # Names of files in DeepSpeed's own checkpoints, for scripts that read them.
-    **_rows("checkpoint.utils", "deepspeed.served.checkpoint_names", _CKPT_FILES),
-    **_rows("checkpoint.constants", "deepspeed.served.checkpoint_names", _CKPT_KEYS),
-    **_rows("checkpoint", "deepspeed.served.checkpoint_names", (*_CKPT_FILES, *_CKPT_KEYS)),
-    **_rows("checkpoint.ds_to_universal", "deepspeed.served.universal", ("main",)),
+    **_rows("checkpoint.utils", "deepspeed.served.state_files", _CKPT_FILES),
+    **_rows("checkpoint.constants", "deepspeed.served.state_files", _CKPT_KEYS),
+    **_rows("checkpoint", "deepspeed.served.state_files", (*_CKPT_FILES, *_CKPT_KEYS)),
+    **_rows("checkpoint.ds_to_universal", "deepspeed.served.state_files", ("main",)),
     # DeepSpeed's mixture-of-experts layer.
     **_rows("moe.layer", "deepspeed.moe.layer", ("MoE",)),
     **_rows("moe.experts", "deepspeed.moe.layer", ("Experts",)),
     **_rows("moe.sharded_moe", "deepspeed.moe.layer", ("MOELayer",)),
     **_rows("moe.sharded_moe", "deepspeed.moe.gate", ("TopKGate", "top1gating", "top2gating", "topkgating")),
-    **_rows("moe.utils", "deepspeed.moe.params", _MOE_PARAMS),
+    **_rows("moe.utils", "deepspeed.moe.layer", _MOE_PARAMS),
     # Types in the signature of `initialize`.
     "deepspeed.runtime.engine.DeepSpeedOptimizerCallable": "hf_zero.deepspeed.served.helpers:DeepSpeedOptimizerCallable",
     "deepspeed.runtime.engine.DeepSpeedSchedulerCallable": "hf_zero.deepspeed.served.helpers:DeepSpeedSchedulerCallable",
     # Schedules.
-    **_rows("runtime.lr_schedules", "deepspeed.served.schedule_arguments", ("add_tuning_arguments",)),
-    "deepspeed.add_tuning_arguments": "hf_zero.deepspeed.served.schedule_arguments:add_tuning_arguments",
+    **_rows("runtime.lr_schedules", "deepspeed.served.settings", ("add_tuning_arguments",)),
+    "deepspeed.add_tuning_arguments": "hf_zero.deepspeed.served.settings:add_tuning_arguments",
     "deepspeed.runtime.data_pipeline.curriculum_scheduler.CurriculumScheduler": "hf_zero.deepspeed.served.curriculum:CurriculumScheduler",
     # Gradients, devices and numbers.
     **_rows("runtime.utils", "deepspeed.served.norms", _NORMS),
@@ -193,7 +193,7 @@ HELPERS: Final[dict[str, str]] = {
     # DeepSpeed-Chat inserts its LoRA layers with these functions.
     **_rows("compression.helper", "deepspeed.served.helpers", ("recursive_getattr", "recursive_setattr")),
     **_rows("runtime.fp16.loss_scaler", "deepspeed.loss_scalers", _SCALERS),
-    "deepspeed.runtime.zero.offload_states.get_state_devices": "hf_zero.deepspeed.served.state_devices:get_state_devices",
+    "deepspeed.runtime.zero.offload_states.get_state_devices": "hf_zero.deepspeed.served.helpers:get_state_devices",
     # Layers are not replaced, because torch's layers compute the same on gathered weights.
     "deepspeed.runtime.zero.linear.LinearModuleForZeroStage3": "torch.nn:Linear",
     "deepspeed.runtime.zero.linear.zero3_linear_wrap": "torch.nn.functional:linear",
@@ -210,7 +210,7 @@ HELPERS: Final[dict[str, str]] = {
     **_rows("utils.nvtx", "deepspeed.timers", ("instrument_w_nvtx",)),
     **_rows("utils", "deepspeed.timers", ("instrument_w_nvtx",)),
     **{f"deepspeed.monitor.{module}.{name}": f"hf_zero.deepspeed.served.monitors:{name}" for module, name in _MONITORS.items()},
-    **{f"deepspeed.monitor.config.{name}": f"hf_zero.config.schema.monitors:{target}" for name, target in _SECTIONS.items()},
+    **{f"deepspeed.monitor.config.{name}": f"hf_zero.config.schema.monitoring:{target}" for name, target in _SECTIONS.items()},
     "deepspeed.monitor.config.get_monitor_config": "hf_zero.deepspeed.served.settings:get_monitor_config",
     "deepspeed.monitor.config.DeepSpeedMonitorConfig": "hf_zero.deepspeed.served.settings:DeepSpeedMonitorConfig",
     # Processes and devices.

@@ -115,7 +115,7 @@ _ULYSSES = "deepspeed.runtime.sequence_parallel"
 _PROFILER = ("profiling.flops_profiler", "profiling.flops_profiler.profiler")
 _PROFILING = {
     "FlopsProfiler": "hf_zero.profiling.flops_profiler:FlopsProfiler",
-    "get_model_profile": "hf_zero.profiling.model_profile:get_model_profile",
+    "get_model_profile": "hf_zero.profiling.flops_profiler:get_model_profile",
     **{name: f"hf_zero.profiling.report:{name}" for name in _UNIT_TEXTS},
 }
 _NEEDS = ("model_states_mem_needs", "model_states_mem_needs_all_live", "model_states_mem_needs_all_cold")
@@ -144,7 +144,7 @@ _PIPELINES = {
     "runtime.pipe.engine.PipelineError": f"{_PIPE}.engine:PipelineError",
     "runtime.pipe.PipelineModule": f"{_PIPE}.module:PipelineModule",
     **{
-        f"{path}.{name}": f"{_PIPE}.layer_spec:{name}"
+        f"{path}.{name}": f"{_PIPE}.building:{name}"
         for path in ("pipe", "runtime.pipe", "runtime.pipe.module")
         for name in ("LayerSpec", "TiedLayerSpec")
     },
@@ -160,7 +160,7 @@ _PIPELINES = {
 PROVIDED: Final[dict[str, str]] = {
     # Functions that every script calls.
     "deepspeed.initialize": "hf_zero:initialize",
-    "deepspeed.tp_model_init": "hf_zero.deepspeed.tp_model_init:tp_model_init",
+    "deepspeed.tp_model_init": "hf_zero.deepspeed.initialize:tp_model_init",
     **{f"deepspeed.module_inject.layers.{name}": f"hf_zero.deepspeed.served.helpers:{name}" for name in _TP_MODE},
     **{
         f"deepspeed.module_inject.layers.{name}": f"hf_zero.deepspeed.served.tp_layers:{name}"
@@ -195,7 +195,7 @@ PROVIDED: Final[dict[str, str]] = {
     # Processes and devices.
     **{f"deepspeed.comm.{name}": f"hf_zero.deepspeed.served.comm:{name}" for name in _COMM_OWN},
     **{f"deepspeed.comm.{name}": f"torch.distributed:{name}" for name in _COMM_TORCH},
-    **{f"deepspeed.comm.{name}": f"hf_zero.deepspeed.served.comms_log:{name}" for name in ("configure", "log_summary")},
+    **{f"deepspeed.comm.{name}": f"hf_zero.deepspeed.served.comm:{name}" for name in ("configure", "log_summary")},
     "deepspeed.accelerator.get_accelerator": "hf_zero.deepspeed.served.accelerator:get_accelerator",
     "deepspeed.accelerator.is_current_accelerator_supported": "hf_zero.deepspeed.served.accelerator:is_current_accelerator_supported",
     "deepspeed.get_accelerator": "hf_zero.deepspeed.served.accelerator:get_accelerator",
@@ -244,8 +244,8 @@ PROVIDED: Final[dict[str, str]] = {
     # What scripts ask before they offload to files.
     "deepspeed.ops.aio.AsyncIOBuilder": "hf_zero.deepspeed.served.builders:AsyncIOBuilder",
     "deepspeed.ops.__compatible_ops__": "hf_zero.deepspeed.served.builders:COMPATIBLE_OPS",
-    "deepspeed.runtime.fp16.onebit.OnebitAdam": "hf_zero.deepspeed.served.onebit:OnebitAdam",
-    "deepspeed.runtime.fp16.onebit.adam.OnebitAdam": "hf_zero.deepspeed.served.onebit:OnebitAdam",
+    "deepspeed.runtime.fp16.onebit.OnebitAdam": "hf_zero.deepspeed.served.ops:OnebitAdam",
+    "deepspeed.runtime.fp16.onebit.adam.OnebitAdam": "hf_zero.deepspeed.served.ops:OnebitAdam",
     **{f"deepspeed.runtime.lr_schedules.{name}": f"hf_zero.optim.schedules:{name}" for name in _SCHEDULES},
     # Checkpoints: of the model, and of activations.
     "deepspeed.checkpoint.utils.clone_tensors_for_torch_save": "hf_zero.deepspeed.served.helpers:clone_tensors_for_torch_save",

@@ -1,4 +1,4 @@
-"""Implement DeepSpeed's layer of experts, `deepspeed.moe.layer.MoE`.
+"""Implement DeepSpeed's layer of experts, `deepspeed.moe.layer.MoE`, and find its parameters to make param groups of them.
 
 [Note: experts of a MoE layer] The layer is made with all experts on every rank, named by their numbers in the complete layer, so names and
 checkpoints are the same for every ``ep_size``. ``initialize`` divides them like experts in a list. DeepSpeed makes only a rank's own
@@ -9,7 +9,7 @@ divided, and a state dict with as many experts as one rank has is read as this r
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import nn
 
 from hf_zero.assembly.mesh import CLAIMS
 from hf_zero.config.mesh import EXPERT, Claim
-from hf_zero.core.units.tp_shard import tp_shard_of
+from hf_zero.core.units.marks import is_expert, tp_shard_of
 from hf_zero.deepspeed.moe.gate import TopKGate
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.expert_parallel.apply import OWN
@@ -26,6 +26,7 @@ from hf_zero.expert_parallel.dispatch import combine
 from hf_zero.observe import log_rank0, warn_once
 
 _LIST = "deepspeed_experts"
+_EVERYWHERE = "ep_size_1"  # name of the expert group of layers whose experts every rank holds
 
 
 class OwnExperts(nn.ModuleList):
@@ -210,3 +211,79 @@ class MoE(nn.Module):
             share = torch.softmax(self.coefficient(hidden_states), dim=-1)
             output = output * share[..., 0:1] + dense * share[..., 1:]
         return output, self.deepspeed_moe.l_aux, self.deepspeed_moe.exp_counts
+
+
+def is_moe_param(param: torch.Tensor) -> bool:
+    """Return whether a parameter belongs to an expert of a ``MoE`` layer (marked ``param.allreduce = False``)."""
+    return not getattr(param, "allreduce", True)
+
+
+def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
+    """Return whether a model has a ``MoE`` layer, and the number of experts of the first one; experts of other classes, which
+    ``expert_parallel`` finds, do not count.
+    """
+    count = next((module.num_experts for module in m.modules() if isinstance(module, MoE)), 0)
+    return count > 0, count
+
+
+def require_known_experts(model: nn.Module, ranks: int) -> None:
+    """Refuse parameters that a script has marked as its own experts: DeepSpeed reduces them over the ranks of their group only.
+
+    Args:
+        model: The model, in which the experts of ``MoE`` layers are divided already.
+        ranks: Number of data-parallel ranks.
+
+    Raises:
+        UnsupportedError: A parameter is marked ``allreduce = False`` and no layer of hf_zero holds it.
+    """
+    for name, param in model.named_parameters() if ranks > 1 else ():
+        group = getattr(param, "group_name", None)
+        if is_moe_param(param) and not is_expert(param) and group != _EVERYWHERE:
+            raise UnsupportedError(
+                f"parameter {name} is marked allreduce=False (group_name {group!r}): its values differ between ranks, "
+                "but the engine would take rank 0's and average its gradient over all ranks. Use deepspeed.moe.layer.MoE or "
+                "expert_parallel (docs/experts.md); if every rank holds the same values, delete the mark"
+            )
+
+
+def is_moe_param_group(param_group: dict[str, Any]) -> bool:
+    """Return whether a param group was made for parameters of experts."""
+    return bool(param_group.get("moe", False))
+
+
+def split_params_into_shared_and_expert_params(
+    params: Iterable[nn.Parameter],
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return the parameters outside of experts, and the parameters of experts."""
+    listed = list(params)
+    return [param for param in listed if not is_moe_param(param)], [param for param in listed if is_moe_param(param)]
+
+
+def split_params_into_different_moe_groups_for_optimizer(
+    param_groups: dict[str, Any] | Iterable[dict[str, Any]], max_group_size: int | float | None = 178956971
+) -> list[dict[str, Any]]:
+    """Return the param groups with separate groups for expert parameters at the end, named after the expert group and marked ``moe``.
+
+    An engine of hf_zero does not need these groups; some scripts read them.
+
+    Args:
+        param_groups: One group or several.
+        max_group_size: Has no effect, because groups need not be divided.
+    """
+    groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
+    dense, experts = [], []
+    for group in groups:
+        shared, own = split_params_into_shared_and_expert_params(group["params"])
+        dense.append({**group, "params": shared})
+        for name in dict.fromkeys(str(getattr(param, "group_name", "")) for param in own):
+            members = [param for param in own if str(getattr(param, "group_name", "")) == name]
+            experts.append({**group, "name": name, "moe": True, "params": members})
+    return [*dense, *experts]
+
+
+def configure_moe_param_groups(model_parameters: list[Any]) -> list[dict[str, Any]]:
+    """Return param groups for parameters or groups, with separate groups for experts; unchanged if there are such groups already."""
+    if model_parameters and isinstance(model_parameters[0], dict):
+        apart = any("moe" in group for group in model_parameters)
+        return model_parameters if apart else split_params_into_different_moe_groups_for_optimizer(model_parameters)
+    return split_params_into_different_moe_groups_for_optimizer({"params": model_parameters, "name": "dense-params"})

@@ -13,15 +13,13 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.core.engine_parts import EngineParts
 from hf_zero.core.step.precision import cast_floating
 from hf_zero.deepspeed.engine import Engine
-from hf_zero.deepspeed.pipe.batches import Feed, MicroBatch, agree
 from hf_zero.deepspeed.pipe.module import PipelineModule
-from hf_zero.deepspeed.pipe.work import BatchWork, Borders, share_buffers
+from hf_zero.deepspeed.pipe.work import BatchWork, Borders, Feed, MicroBatch, agree, share_buffers
 from hf_zero.deepspeed.served.helpers import RepeatingLoader
 from hf_zero.errors import ConfigError, StateError
-from hf_zero.pipeline.limits import refuse_sharded_parameters
+from hf_zero.pipeline.apply import refuse_sharded_parameters, schedule_of
 from hf_zero.pipeline.plan import Placement
 from hf_zero.pipeline.schedules import Scheduler
-from hf_zero.pipeline.self_divided import schedule_of
 from hf_zero.pipeline.train import whole_step
 
 if TYPE_CHECKING:

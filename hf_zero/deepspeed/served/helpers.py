@@ -14,7 +14,9 @@ from packaging import version
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
+from hf_zero.core.offloaded_states import KINDS
 from hf_zero.deepspeed.served.accelerator import get_accelerator
+from hf_zero.errors import ConfigError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -221,3 +223,23 @@ class RepeatingLoader:
                 set_epoch(self.epoch)
             self._batches = iter(self.loader)
             return next(self._batches)
+
+
+def get_state_devices(model: Any, state: Any) -> set[torch.device]:
+    """Return the current devices of one kind of state of an engine; local.
+
+    Args:
+        model: The engine.
+        state: A member of ``OffloadStateTypeEnum``, or its name.
+
+    Returns:
+        A set of devices; empty if no such state exists now (for example gradients after a step).
+
+    Raises:
+        ConfigError: The kind is unknown.
+    """
+    kind = str(getattr(state, "value", state))
+    if kind not in KINDS:
+        raise ConfigError(f"get_state_devices(state={kind!r}): not a kind of state; allowed are {', '.join(KINDS)}")
+    devices: set[torch.device] = model.offloaded_states.devices(kind)
+    return devices

@@ -111,12 +111,12 @@ _Kind = TypeVar("_Kind", bound=_Single)
 
 
 def _switched_off() -> dict[str, Any]:
-    from hf_zero.config.schema import monitors
+    from hf_zero.config.schema import monitoring
 
     return {
-        "tensorboard": monitors.Tensorboard(),
-        "wandb": monitors.Wandb(),
-        "comet": monitors.Comet(),
-        "csv_monitor": monitors.CsvMonitor(),
-        "trackio": monitors.Trackio(),
+        "tensorboard": monitoring.Tensorboard(),
+        "wandb": monitoring.Wandb(),
+        "comet": monitoring.Comet(),
+        "csv_monitor": monitoring.CsvMonitor(),
+        "trackio": monitoring.Trackio(),
     }

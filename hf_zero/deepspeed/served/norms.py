@@ -62,9 +62,13 @@ def get_global_norm(norm_list: Iterable[float]) -> float:
 
 
 def get_global_norm_of_tensors(
-    input_tensors: Sequence[torch.Tensor], norm_type: float = 2, mpu: Any = None, moe_ep_group: Any = None
+    input_tensors: Sequence[torch.Tensor],
+    norm_type: float = 2,
+    mpu: Any = None,
+    use_graph: bool = False,
+    moe_ep_group: Any = None,
 ) -> torch.Tensor:
-    """Return the norm of all elements of the tensors, 0-dim; -1 if one is not finite, as in DeepSpeed."""
+    """Return the norm of all elements of the tensors, 0-dim; -1 if one is not finite, as in DeepSpeed. ``use_graph`` is ignored."""
     _refuse_mpu("get_global_norm_of_tensors", mpu)
     norm = _norm([tensor.detach() for tensor in input_tensors], norm_type)
     return mask_nan_or_inf_with_val_inplace(norm)
@@ -76,6 +80,7 @@ def clip_tensors_by_global_norm(
     global_norm: float | torch.Tensor | None = None,
     mpu: Any = None,
     eps: float = 1e-6,
+    use_graph: bool = False,
 ) -> float | torch.Tensor:
     """Scale the tensors in place so that their joint norm (``global_norm`` if given) is at most ``max_norm``; return the norm before."""
     norm = get_global_norm_of_tensors(input_tensors, mpu=mpu) if global_norm is None else global_norm

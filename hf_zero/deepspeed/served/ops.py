@@ -1,4 +1,4 @@
-"""Provide DeepSpeed's optimizer classes with its keyword arguments, as subclasses of the host optimizers in ``hf_zero.ops``.
+"""Provide DeepSpeed's optimizer classes with its keyword arguments: 1-bit Adam, and subclasses of the host optimizers in ``hf_zero.ops``.
 
 If `offload_optimizer` is set, accelerate replaces the user's optimizer by ``DeepSpeedCPUAdam(user_optimizer.param_groups, lr=,
 weight_decay=, adamw_mode=)``, for every optimizer class except Adagrad and Lion. Param groups that are given as dicts are kept as the same
@@ -14,11 +14,10 @@ import torch
 
 from hf_zero.errors import UnsupportedError
 from hf_zero.observe import warn_once
-from hf_zero.ops.host_adagrad import HostAdagrad
-from hf_zero.ops.host_adam import HostAdam
-from hf_zero.ops.host_lion import HostLion
+from hf_zero.ops.host_optimizers import HostAdagrad, HostAdam, HostLion
 from hf_zero.optim.lamb import Lamb
 from hf_zero.optim.muon import MuonWithAuxAdam as MuonWithAuxAdam
+from hf_zero.optim.onebit_adam import OneBitAdam
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
@@ -215,4 +214,55 @@ def _warn_about_foreign_groups(owner: str, params: list[Any]) -> None:
         warn_once(
             f"{owner} takes over parameter groups of another optimizer (they hold {', '.join(foreign)}): accelerate does this when "
             "zero_optimization.offload_optimizer is set; put zero_force_ds_cpu_optimizer: false into the configuration to keep yours"
+        )
+
+
+class OnebitAdam(OneBitAdam):
+    """The optimizer ``OneBitAdam`` with DeepSpeed's order of arguments.
+
+    Args:
+        params: Parameters, or groups as dicts.
+        deepspeed: Accepted and ignored; ``deepspeed.initialize`` connects the engine.
+        lr: Learning rate.
+        freeze_step: Steps of warm-up, or "auto".
+        bias_correction: Whether to divide the moments by ``1 - beta ** step``. DeepSpeed's class ignores this argument.
+        betas: Decay rates of the two moments.
+        eps: Added to the denominator.
+        eps_inside_sqrt: Whether ``eps`` is added inside the square root.
+        weight_decay: Decoupled weight decay.
+        max_grad_norm: Clipping norm of the gradients; 0 turns clipping off.
+        amsgrad: Must be False.
+        cuda_aware: Accepted and ignored; the backend of the process group decides.
+        comm_backend_name: Accepted and ignored.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        deepspeed: Any = None,
+        lr: float = 1e-3,
+        freeze_step: int | str = 100000,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        amsgrad: bool = False,
+        cuda_aware: bool = False,
+        comm_backend_name: str = "nccl",
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            freeze_step=freeze_step,
+            bias_correction=bias_correction,
+            eps_inside_sqrt=eps_inside_sqrt,
+            max_grad_norm=max_grad_norm,
+            amsgrad=amsgrad,
+            cuda_aware=cuda_aware,
+            comm_backend_name=comm_backend_name,
         )

@@ -1,11 +1,14 @@
-"""Provide DeepSpeed's configuration classes, and its enumerations of devices, states, stages and optimizers."""
+"""Provide DeepSpeed's configuration classes, its enumerations of devices, states, stages and optimizers, and flags of schedules."""
 
 from __future__ import annotations
 
+import argparse
 from enum import Enum
+from functools import reduce
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ConfigDict
 
 from hf_zero.comm.bootstrap import default_timeout
 from hf_zero.config.mesh import requested_slices
@@ -14,6 +17,7 @@ from hf_zero.config.resolve import ResolvedConfig, resolve
 from hf_zero.config.view import ConfigView, MonitorView, ZeroView
 from hf_zero.deepspeed.served.comm import get_world_size
 from hf_zero.deepspeed.served.groups import _get_sequence_data_parallel_world_size, _get_sequence_parallel_world_size
+from hf_zero.observe import logger
 
 ADAM_OPTIMIZER, ADAMW_OPTIMIZER, ADAGRAD_OPTIMIZER, LION_OPTIMIZER = "adam", "adamw", "adagrad", "lion"
 LAMB_OPTIMIZER, MUON_OPTIMIZER = "lamb", "muon"
@@ -33,6 +37,28 @@ TORCH_INFO = {
     "hip_version": ".".join((torch.version.hip or "0.0").split(".")[:2]),
 }
 """Version of the running PyTorch; DeepSpeed has the version that it was built with."""
+_ARGUMENTS: tuple[tuple[str, type, float | str | None, str], ...] = (
+    ("lr_range_test_min_lr", float, 1e-3, "first learning rate"),
+    ("lr_range_test_step_rate", float, 1.0, "growth per interval"),
+    ("lr_range_test_step_size", int, 1000, "steps of an interval"),
+    ("cycle_first_step_size", int, 1000, "steps of the first half of the cycle"),
+    ("cycle_first_stair_count", int, -1, "stairs of the first half"),
+    ("cycle_second_step_size", int, -1, "steps of the second half"),
+    ("cycle_second_stair_count", int, -1, "stairs of the second half"),
+    ("decay_step_size", int, 1000, "steps of a decay interval"),
+    ("cycle_min_lr", float, 0.01, "lowest learning rate of the cycle"),
+    ("cycle_max_lr", float, 0.1, "highest learning rate of the cycle"),
+    ("decay_lr_rate", float, 0.0, "decay of the learning rate per interval"),
+    ("cycle_min_mom", float, 0.8, "lowest momentum of the cycle"),
+    ("cycle_max_mom", float, 0.9, "highest momentum of the cycle"),
+    ("decay_mom_rate", float, 0.0, "decay of the momentum per interval"),
+    ("warmup_min_lr", float, 0.0, "learning rate at the start of the warm-up"),
+    ("warmup_max_lr", float, 0.001, "learning rate at the end of the warm-up"),
+    ("warmup_num_steps", int, 1000, "steps of the warm-up"),
+    ("warmup_type", str, "log", "log or linear"),
+    ("warmup_min_ratio", float, 0.01, "fraction of the learning rate at the start of WarmupCosineLR's warm-up"),
+    ("cos_min_ratio", float, 0.01, "fraction of the learning rate at the end of WarmupCosineLR"),
+)
 
 
 class OffloadDeviceEnum(str, Enum):
@@ -108,7 +134,7 @@ class DeepSpeedZeroConfig(ZeroView):
         node = {} if "stage" in keys else {name: keys.pop(name) for name in ("zero_hpz_partition_size",) if name in keys}
         super().__init__(_with_section(keys))
         if node:
-            self.zero_hpz_partition_size = _with_section({"stage": 3, **node}).config.zero_optimization.zero_hpz_partition_size
+            vars(self).update(zero_hpz_partition_size=_with_section({"stage": 3, **node}).config.zero_optimization.zero_hpz_partition_size)
 
 
 class DeepSpeedMonitorConfig(MonitorView):
@@ -128,3 +154,73 @@ def get_monitor_config(param_dict: Any) -> MonitorView:
         key: value for key, value in read_config(param_dict).items() if key in ("tensorboard", "wandb", "comet", "csv_monitor", "trackio")
     }
     return MonitorView(resolve({"train_micro_batch_size_per_gpu": 1, **sections}, match_sources=False).config)
+
+
+class DeepSpeedConfigModel(BaseModel):
+    """A section whose keys are its pydantic fields; unknown keys are errors, and assigned values are validated too.
+
+    A deprecated key has ``Field(..., json_schema_extra={"deprecated": True, ...})`` with further entries: ``new_param`` is the key that
+    replaces it (dotted if that key belongs to a section inside this one), ``new_param_fn`` converts the old value to the new one,
+    ``set_new_param=False`` only warns, and ``deprecated_msg`` is added to the warning.
+
+    Args:
+        strict: Whether values "auto" are kept; otherwise these keys count as not given.
+        **data: Keys and values of the section.
+
+    Raises:
+        ValidationError: A key or a value is wrong.
+        AssertionError: A deprecated key and its replacement are both given.
+    """
+
+    model_config = ConfigDict(
+        validate_default=True,
+        validate_assignment=True,
+        use_enum_values=True,
+        populate_by_name=True,
+        extra="forbid",
+        arbitrary_types_allowed=True,
+        protected_namespaces=(),
+    )
+
+    def __init__(self, strict: bool = False, **data: Any) -> None:
+        given = data if strict else {key: value for key, value in data.items() if not (isinstance(value, str) and value == "auto")}
+        super().__init__(**given)
+        for name, field in type(self).model_fields.items():
+            extras = field.json_schema_extra
+            if isinstance(extras, dict) and extras.get("deprecated") and name in self.model_fields_set:
+                self._pass_on(name, extras)
+
+    def _pass_on(self, old: str, extras: dict[str, Any]) -> None:
+        new = extras.get("new_param", "")
+        logger.warning("; ".join(filter(None, (f"{old} is deprecated", f"use {new}" if new else "", extras.get("deprecated_msg", "")))))
+        if not new or not extras.get("set_new_param", True):
+            return
+        *sections, key = new.split(".")
+        section = reduce(getattr, sections, self)
+        if key in section.model_fields_set:
+            raise AssertionError(f"{old} is the old name of {new}, and both are given; leave {old} out")
+        setattr(section, key, extras.get("new_param_fn", lambda value: value)(getattr(self, old)))
+
+
+def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--lr_schedule`` and one argument per parameter of the schedules, with its name in the configuration.
+
+    Args:
+        parser: The script's parser; it is changed.
+
+    Returns:
+        The same parser.
+    """
+    group = parser.add_argument_group("Learning rate schedule", "schedules of the configuration's scheduler section")
+    group.add_argument("--lr_schedule", type=str, default=None, help="name of the schedule")
+    # Accept it as a flag and with a value, because versions of DeepSpeed differ.
+    text = "grow at the end of intervals only"
+    group.add_argument("--lr_range_test_staircase", type=_truth, nargs="?", const=True, default=False, help=text)
+    group.add_argument("--cycle_momentum", default=False, action="store_true", help="cycle the momentum too")
+    for name, kind, default, text in _ARGUMENTS:
+        group.add_argument(f"--{name}", type=kind, default=default, help=text)
+    return parser
+
+
+def _truth(text: str) -> bool:
+    return text.strip().lower() in ("1", "true", "yes", "on")

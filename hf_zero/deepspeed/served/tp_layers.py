@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.topology import axis_over
-from hf_zero.core.units.tp_shard import tp_shard_of
+from hf_zero.core.units.marks import tp_shard_of
 from hf_zero.errors import ConfigError
 from hf_zero.tensor_parallel.apply import cut_parameter
 from hf_zero.tensor_parallel.functions import ModelGroup, Part, copy, gather, reduce

@@ -1,0 +1,197 @@
+"""Mark parameters: packed bytes of a quantized weight, casts to float8, and the part that one of several ranks of a model axis holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from hf_zero.comm.collectives import is_narrow
+from hf_zero.core.units.layout import Range
+
+_PACKED = "_hf_zero_packed"
+OUTER = "_hf_zero_outer"
+_FLOAT8 = "_hf_zero_float8"
+_TP_SHARD = "_hf_zero_tp_shard"
+_STAGES = "_hf_zero_stages"  # attribute of a parameter that is complete on several stages
+_WHOLE_READER = "_hf_zero_whole_reader"  # attribute of a module
+
+Wholes = dict[tuple[int, bool], torch.Tensor]
+WholeReader = Callable[[str, torch.Tensor, Wholes], torch.Tensor | None]
+
+
+def mark_packed(param: torch.Tensor) -> None:
+    """Mark ``param`` as packed: its elements are not numbers to compute with; they are sharded and gathered unchanged, and never cast."""
+    setattr(param, _PACKED, True)
+
+
+def is_packed(param: torch.Tensor) -> bool:
+    """Return whether ``param`` was marked as packed, or has a floating-point dtype of one byte (its scales are separate tensors)."""
+    return getattr(param, _PACKED, False) or is_narrow(param)
+
+
+def mark_float8(param: torch.Tensor, dtype: torch.dtype) -> None:
+    """Mark ``param`` as a weight that its layer casts to ``dtype`` with one scale, so that a gather may send these values."""
+    setattr(param, _FLOAT8, dtype)
+
+
+def float8_type(param: torch.Tensor) -> torch.dtype | None:
+    """Return the float8 dtype that ``param`` was marked with; None without."""
+    found: torch.dtype | None = getattr(param, _FLOAT8, None)
+    return found
+
+
+def is_wrapped(param: torch.Tensor) -> bool:
+    """Return whether ``param`` is a tensor of a library's own class around other tensors (torchao): it has no flat elements to shard.
+
+    [Note: inner tensors] The tensors inside a wrapped parameter can be sharded: codes and scales are plain tensors, which are adjacent in a
+    unit of packed weights. They are sharded and unsharded; the outer parameter keeps its shape, belongs to the unit of its first inner
+    tensor, and counts as unsharded when they are.
+    """
+    if not is_traceable_wrapper_subclass(param):
+        return False
+    from torch.distributed.tensor import DTensor  # the import takes half a second; only users of wrapped tensors pay it
+
+    return not isinstance(param, DTensor)
+
+
+def inner_tensors(outer: Any) -> dict[str, torch.Tensor]:
+    """Return the inner tensors of a wrapped one, by the names of its attributes."""
+    names, _ = outer.__tensor_flatten__()
+    return {name: getattr(outer, name) for name in names}
+
+
+def mark_inner(outer: torch.Tensor) -> bool:
+    """Mark the inner tensors of a wrapped parameter as packed, see [Note: inner tensors]; return whether it can be sharded, that is,
+    whether all of them are plain tensors with values.
+    """
+    inner = list(inner_tensors(outer).values())
+    if not inner or any(type(tensor) is not torch.Tensor or tensor.is_meta for tensor in inner):
+        return False
+    for tensor in inner:
+        mark_packed(tensor)
+    setattr(inner[0], OUTER, ref(outer))  # weak, because the outer tensor references the inner one
+    return True
+
+
+def with_outer(param: torch.Tensor) -> Iterator[Any]:
+    """Yield ``param``, and the wrapped parameter whose first inner tensor it is, if there is one."""
+    yield param
+    outer = getattr(param, OUTER, None)
+    if outer is not None and (found := outer()) is not None:
+        yield found
+
+
+def bytes_as(part: torch.Tensor, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    """Return the first bytes of ``part``, 1D and contiguous, as a tensor of another dtype and ``shape``; shares its memory."""
+    return part.view(torch.uint8)[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+
+@dataclass(frozen=True)
+class TpShard:
+    """A part of a parameter along one dimension.
+
+    Attributes:
+        full_shape: Shape of the full parameter.
+        dim: The dimension that is divided.
+        ranges: Indices along ``dim`` that this rank holds, in the order of its tensor; several if the full parameter consists of parts that
+            are divided separately (query, key and value in one weight).
+        copies: Ranges along ``dim`` of this rank's tensor that other ranks hold too, each with the number of ranks that hold it.
+        expert: Whether the other parts are on the ranks of the expert group, not on those of the model axis.
+        stages: Stages of a pipeline that hold the parameter, if there are several (tied weights); otherwise ().
+        elsewhere: Whether only other stages of a pipeline hold it.
+    """
+
+    full_shape: torch.Size
+    dim: int
+    ranges: tuple[Range, ...]
+    copies: tuple[tuple[Range, int], ...] = ()
+    expert: bool = False
+    stages: tuple[int, ...] = ()
+    elsewhere: bool = False
+
+
+def mark_tp_shard(param: torch.Tensor, part: TpShard) -> None:
+    """Mark ``param`` as ``part`` of a parameter that several ranks hold together."""
+    setattr(param, _TP_SHARD, part)
+
+
+def unmark_tp_shard(param: torch.Tensor) -> None:
+    """Undo ``mark_tp_shard``."""
+    vars(param).pop(_TP_SHARD, None)
+
+
+def tp_shard_of(param: torch.Tensor) -> TpShard | None:
+    """Return the part that ``param`` was marked as; None for a parameter of which each rank has the same full copy."""
+    return getattr(param, _TP_SHARD, None)
+
+
+def mark_whole_reader(module: nn.Module, reader: WholeReader) -> None:
+    """Register ``reader`` for code that reads a parameter of ``module`` outside of the module's forward.
+
+    ``reader(name, part, kept)`` returns the full tensor, or None to use the part. ``kept`` contains the tensors that this forward of the
+    model has read before.
+    """
+    module.__dict__[_WHOLE_READER] = reader
+
+
+def whole_reader_of(module: nn.Module) -> WholeReader | None:
+    """Return the reader given to ``mark_whole_reader`` for ``module``, or None."""
+    return module.__dict__.get(_WHOLE_READER)
+
+
+def is_expert(param: torch.Tensor) -> bool:
+    """Return whether ``param`` belongs to this rank's experts: it is sharded only over the ranks that hold the same experts."""
+    part = tp_shard_of(param)
+    return part is not None and part.expert
+
+
+def whole_shape(param: torch.Tensor) -> torch.Size | None:
+    """Return the full shape of a parameter of which ``param`` is a part; None if ``param`` is complete."""
+    part = tp_shard_of(param)
+    return part.full_shape if part is not None else None
+
+
+def cut(whole: torch.Tensor, part: TpShard) -> torch.Tensor:
+    """Return the ranges of ``part`` out of ``whole``, concatenated, in memory of their own."""
+    pieces = [whole.narrow(part.dim, piece.start, piece.numel) for piece in part.ranges]
+    return torch.cat(pieces, part.dim).contiguous() if pieces else whole.narrow(part.dim, 0, 0).clone()
+
+
+def paste(whole: torch.Tensor, values: torch.Tensor, dim: int, ranges: Iterable[Range]) -> None:
+    """Copy ``values``, any view of the result of ``cut``, to its place in ``whole``."""
+    pieces = list(ranges)
+    shape = (*whole.shape[:dim], sum(piece.numel for piece in pieces), *whole.shape[dim + 1 :])
+    first = 0
+    for piece in pieces:
+        whole.narrow(dim, piece.start, piece.numel).copy_(values.view(shape).narrow(dim, first, piece.numel))
+        first += piece.numel
+
+
+def is_elsewhere(param: torch.Tensor) -> bool:
+    """Return whether other stages of a pipeline hold ``param``, and this rank no part of it."""
+    part = tp_shard_of(param)
+    return part is not None and part.elsewhere
+
+
+def is_part(param: torch.Tensor) -> bool:
+    """Return whether this rank has only a part of ``param``."""
+    part = tp_shard_of(param)
+    return part is not None and sum(run.numel for run in part.ranges) < part.full_shape[part.dim]
+
+
+def stages_of(param: torch.Tensor) -> tuple[int, ...]:
+    """Return the stages of a pipeline that hold ``param``, if there are several; otherwise ()."""
+    part = tp_shard_of(param)
+    found: tuple[int, ...] = part.stages if part is not None else getattr(param, _STAGES, ())
+    return found
+
+
+def mark_on_all_stages(param: torch.Tensor, stages: tuple[int, ...]) -> None:
+    """Mark ``param``, a single number, as held completely by all ``stages`` of a pipeline; it is not divided."""
+    setattr(param, _STAGES, stages)

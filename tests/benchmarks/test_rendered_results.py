@@ -1,0 +1,31 @@
+"""docs/benchmarks.md as ``python -m tools.render`` writes it: what sections share stands once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.common.tables import described, markdown
+from tools import render
+
+
+def result(title: str, text: str, **machine: Any) -> dict[str, Any]:
+    """Return a result file of one cell."""
+    where = {"device": "2 CPUs", "torch": "2", "python": "3", "when": "today", **machine}
+    return {"title": title, "text": text, "command": "run", "columns": ["a"], "rows": [["b"]], "figure": "", "machine": where}
+
+
+def test_a_sentence_of_the_section_before_becomes_a_link_to_the_section_that_has_it() -> None:
+    texts = ["A model. Ten rounds.", "A model. *Bytes*: counted.", "A model. Ten rounds.", "Another one."]
+    found = render.once([result(f"On {i}'s side", text) for i, text in enumerate(texts)])
+    assert [one["text"] for one in found] == [
+        "A model. Ten rounds.",
+        "*Bytes*: counted. Otherwise as [above](#on-0s-side).",
+        "Ten rounds. Otherwise as [above](#on-0s-side).",
+        "Another one.",
+    ]
+
+
+def test_the_usual_machine_is_not_named_again() -> None:
+    usual = described(result("A", "")["machine"])
+    assert "\ntoday.\n" in markdown(result("A", "Text."), usual)
+    assert "\nH100, torch 2, Python 3, today.\n" in markdown(result("A", "Text.", device="H100"), usual)

@@ -1,0 +1,126 @@
+"""Assignments to names of the engine, its optimizer and its configuration take effect, or are an error that names the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_zero.errors import ConfigError, StateError
+from hf_zero.utils import safe_get_full_fp32_param
+from tests.support import ranks
+from tests.support.parity import Run, initialize
+
+_SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def _rows(count: int) -> torch.Tensor:
+    """Return (count, 2 ranks, 3 rows, 4), the inputs of ``count`` micro-steps."""
+    return torch.randn(count, 2, 3, 4, generator=torch.Generator().manual_seed(1))
+
+
+def _plain(windows: list[torch.Tensor], clip: float | None = None) -> nn.Module:
+    """Train with plain PyTorch, one optimizer step for each (micro-steps, 2, 3, 4)."""
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for rows in windows:
+        model(rows.flatten(0, 2)).square().mean().backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def _same(engine: Any, expected: nn.Module) -> None:
+    for param, value in zip(engine.module.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(safe_get_full_fp32_param(param), value.detach())
+
+
+def _micro_steps(engine: Any, rows: torch.Tensor) -> None:
+    for row in rows:
+        engine.backward(engine(row[ranks.rank()]).square().mean())
+        engine.step()
+
+
+def _an_epoch_that_ends_early(stage: int) -> None:
+    """The loop of EVA and BEiT: each epoch begins with ``zero_grad()`` and ``micro_steps = 0``, and may end inside an accumulation."""
+    rows = _rows(5)
+    engine = initialize(_model(), Run(stage, accumulation=2, extra=_SGD))
+    _micro_steps(engine, rows[:3])
+    with pytest.raises(StateError, match=r"micro_steps was set to 0.*call engine.zero_grad\(\) before it"):
+        engine.micro_steps = 0
+    engine.zero_grad()
+    engine.micro_steps = 0
+    assert engine.micro_steps == 0 and not engine.is_gradient_accumulation_boundary()
+    _micro_steps(engine, rows[3:])
+    assert (engine.micro_steps, engine.global_steps) == (2, 2)
+    _same(engine, _plain([rows[:2], rows[3:]]))
+    engine.micro_steps += 1  # skips the first half of an accumulation
+    assert engine.is_gradient_accumulation_boundary()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_an_accumulation_that_begins_again(stage: int) -> None:
+    ranks.run_ranks(_an_epoch_that_ends_early, 2, stage)
+
+
+def _counters_and_clipping(folder: Path) -> None:
+    rows = _rows(2)
+    engine = initialize(_model(), Run(2, clip=100.0, extra=_SGD))
+    engine.global_steps = engine.global_samples = 40
+    engine.skipped_steps += 1
+    _micro_steps(engine, rows[:1])
+    assert (engine.global_steps, engine.global_samples - engine.train_batch_size(), engine.skipped_steps) == (41, 40, 1)
+    engine.save_checkpoint(folder)
+    assert (folder / "latest").read_text() == "global_step41"
+    engine.optimizer.clip_grad = 0.01
+    assert engine.gradient_clipping() == engine.optimizer.clip_grad == 0.01
+    _micro_steps(engine, rows[1:])
+    expected = _plain([rows[:1]])
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.5)
+    expected(rows[1].flatten(0, 1)).square().mean().backward()
+    assert nn.utils.clip_grad_norm_(expected.parameters(), 0.01) > 0.02
+    optimizer.step()
+    _same(engine, expected)
+
+
+def test_counters_and_clipping_take_effect(tmp_path: Path) -> None:
+    ranks.run_ranks(_counters_and_clipping, 2, tmp_path)
+
+
+def _other_assignments() -> None:
+    engine = initialize(_model(), Run(1, extra=_SGD))
+    for name, way in (
+        ("gradient_accumulation_steps", "set_train_batch_size"),
+        ("train_micro_batch_size_per_gpu", "set_train_micro_batch_size"),
+        ("gradient_clipping", "engine.optimizer.clip_grad"),
+        ("is_gradient_accumulation_boundary", "set_gradient_accumulation_boundary"),
+        ("zero_optimization_stage", "`zero_optimization.stage`"),
+        ("gradient_average", "gradient_allreduce_op"),
+        ("communication_data_type", "`communication_data_type`"),
+    ):
+        with pytest.raises(StateError, match=f"engine.{name} was assigned 4.*{way}"):
+            setattr(engine, name, 4)
+    for holder, name in ((engine._config, "gradient_accumulation_steps"), (engine._config.zero_config, "stage")):
+        with pytest.raises(ConfigError, match=f"{name} of a configuration was assigned 4"):
+            setattr(holder, name, 4)
+    with pytest.raises(TypeError):
+        engine.global_steps = 1.5
+    with pytest.raises(ConfigError, match="clip_grad was set to -1"):
+        engine.optimizer.clip_grad = -1
+    assert engine.communication_data_type == torch.float32
+    engine.monitor = engine.note = "a script's own"
+    assert engine.monitor == engine.note == "a script's own"
+
+
+def test_other_assignments_name_the_way() -> None:
+    ranks.run_ranks(_other_assignments, 1)
