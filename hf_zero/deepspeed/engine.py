@@ -43,9 +43,11 @@ class Engine(ConfiguredEngine):
     Attributes:
         optimizer: ``ShardedOptimizer``, or at stage 3 without optimizer a handle for libraries that expect one, or None.
         training_route: ``route`` of ``deepspeed_io`` for the data that ``initialize`` is given.
+        mpu: The argument of ``initialize``, for scripts that read it; the engine does not.
     """
 
     training_route = "train"
+    mpu: Any = None
     _after_destroy = (
         " (accelerator.free_memory() does that): prepare or initialize the module again. With Trainer, write "
         "trainer.model_wrapped = trainer.model before the next trainer.train()"

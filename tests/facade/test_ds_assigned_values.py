@@ -117,7 +117,7 @@ def _other_assignments() -> None:
         engine.global_steps = 1.5
     with pytest.raises(ConfigError, match="clip_grad was set to -1"):
         engine.optimizer.clip_grad = -1
-    assert engine.communication_data_type == torch.float32
+    assert engine.communication_data_type == torch.float32 and engine.mpu is None
     engine.monitor = engine.note = "a script's own"
     assert engine.monitor == engine.note == "a script's own"
 
