@@ -101,6 +101,7 @@ class Engine(ConfiguredEngine):
 
     train_batch = requests.train_batch
     allreduce_gradients = requests.allreduce_gradients
+    _backward_epilogue = requests.backward_epilogue
     no_sync = requests.no_sync  # type: ignore[assignment]  # core's takes an argument
     coalesce_grad_reduction = requests.coalesce_grad_reduction
     set_train_batch_size = requests.set_train_batch_size
