@@ -53,7 +53,7 @@ A venv for the peer: `pip install torch transformers setuptools ninja py-cpuinfo
 def section(result: dict[str, Any], usual: str) -> str:
     """Return the table of one result file; ``usual`` describes the machine that is not named again."""
     settings, machine, rows = result["settings"], result["machine"], result["rows"]
-    title = f"{settings['shape']}, {settings['world']} rank{'s' if settings['world'] > 1 else ''}"
+    title = f"Step time: {settings['shape']}, {settings['world']} rank{'s' if settings['world'] > 1 else ''}"
     lines = [
         f"## {title}",
         "",
