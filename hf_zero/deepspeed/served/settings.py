@@ -134,7 +134,7 @@ class DeepSpeedZeroConfig(ZeroView):
         node = {} if "stage" in keys else {name: keys.pop(name) for name in ("zero_hpz_partition_size",) if name in keys}
         super().__init__(_with_section(keys))
         if node:
-            self.zero_hpz_partition_size = _with_section({"stage": 3, **node}).config.zero_optimization.zero_hpz_partition_size
+            self.__dict__["zero_hpz_partition_size"] = _with_section({"stage": 3, **node}).config.zero_optimization.zero_hpz_partition_size
 
 
 class DeepSpeedMonitorConfig(MonitorView):
