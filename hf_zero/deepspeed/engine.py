@@ -43,9 +43,11 @@ class Engine(ConfiguredEngine):
     Attributes:
         optimizer: ``ShardedOptimizer``, or at stage 3 without optimizer a handle for libraries that expect one, or None.
         training_route: ``route`` of ``deepspeed_io`` for the data that ``initialize`` is given.
+        mpu: The argument of ``initialize``, for scripts that read it; the engine does not.
     """
 
     training_route = "train"
+    mpu: Any = None
     _after_destroy = (
         " (accelerator.free_memory() does that): prepare or initialize the module again. With Trainer, write "
         "trainer.model_wrapped = trainer.model before the next trainer.train()"
@@ -99,6 +101,7 @@ class Engine(ConfiguredEngine):
 
     train_batch = requests.train_batch
     allreduce_gradients = requests.allreduce_gradients
+    _backward_epilogue = requests.backward_epilogue
     no_sync = requests.no_sync  # type: ignore[assignment]  # core's takes an argument
     coalesce_grad_reduction = requests.coalesce_grad_reduction
     set_train_batch_size = requests.set_train_batch_size

@@ -177,7 +177,7 @@ def initialize(
     inner = inner_optimizer(model, resolved, optimizer, model_parameters, axes.topology.device)
     kind = PipelineEngine if isinstance(model, PipelineModule) else Engine
     engine = kind(model, resolved, builder.build(inner, lr_scheduler, optimizer is None and model_parameters is None), axes.sequence)
-    compiling = compile_options(resolved.config)
+    engine.mpu, compiling = engine.mpu if engine.mpu is not None else mpu, compile_options(resolved.config)  # a pipeline has its own
     if compiling is not None:
         engine.compile(**compiling)
     if resolved.config.disable_python_gc:

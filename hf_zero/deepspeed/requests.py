@@ -86,6 +86,12 @@ def allreduce_gradients(engine: ConfiguredEngine, *_args: Any, **_kwargs: Any) -
     """Do nothing, because backward reduces gradients."""
 
 
+def backward_epilogue(engine: ConfiguredEngine) -> None:
+    """Do nothing: a ``loss.backward()`` ends by itself here. Scripts for DeepSpeed before 0.18.3 call this on each engine after a backward
+    of a loss that engines share.
+    """
+
+
 def module_state_dict(engine: ConfiguredEngine, *args: Any, exclude_frozen_parameters: bool = False, **kwargs: Any) -> dict[str, Any]:
     """Return the wrapped module's ``state_dict``; at stage 3 its tensors are empty, unless called inside ``GatheredParameters``."""
     state: dict[str, Any] = engine.module.state_dict(*args, **kwargs)

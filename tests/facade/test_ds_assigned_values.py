@@ -97,8 +97,15 @@ def test_counters_and_clipping_take_effect(tmp_path: Path) -> None:
     ranks.run_ranks(_counters_and_clipping, 2, tmp_path)
 
 
+class _Mpu:
+    def get_data_parallel_group(self) -> Any:
+        return torch.distributed.group.WORLD
+
+
 def _other_assignments() -> None:
-    engine = initialize(_model(), Run(1, extra=_SGD))
+    assert initialize(_model(), Run(1, extra=_SGD)).mpu is None
+    mpu = _Mpu()
+    engine = initialize(_model(), Run(1, extra=_SGD), mpu=mpu)
     for name, way in (
         ("gradient_accumulation_steps", "set_train_batch_size"),
         ("train_micro_batch_size_per_gpu", "set_train_micro_batch_size"),
@@ -117,7 +124,7 @@ def _other_assignments() -> None:
         engine.global_steps = 1.5
     with pytest.raises(ConfigError, match="clip_grad was set to -1"):
         engine.optimizer.clip_grad = -1
-    assert engine.communication_data_type == torch.float32
+    assert engine.communication_data_type == torch.float32 and engine.mpu is mpu
     engine.monitor = engine.note = "a script's own"
     assert engine.monitor == engine.note == "a script's own"
 

@@ -260,6 +260,7 @@ def _two_engines(run: Run, how: str) -> None:
         else:
             engines[0].backward(sum(losses))
         for engine in engines:
+            engine._backward_epilogue()  # older scripts call it
             engine.step()
             engine.optimizer.zero_grad()
         for engine in alone:
