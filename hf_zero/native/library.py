@@ -178,7 +178,10 @@ def _choose(requested: str) -> tuple[Library | None, Status]:
     explicit = requested not in ("", "1")
     try:
         if path is None:
-            raise OSError(f"no {paths[0].name} in {paths[0].parent}; no C++ compiler was found at installation (make kernels builds it)")
+            raise OSError(
+                f"no {paths[0].name} in {paths[0].parent}: the pure wheel has none, and an installation from source builds it only "
+                "where it finds a C++ compiler and cmake"
+            )
         found = _load(path, requested if explicit and os.sep not in requested else "")
     except OSError as error:
         if explicit:

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="replace a value of the model's configuration")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="number of ranks over all nodes (default 1)")
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help="ranks of one node (default: all)")
-    parser.add_argument("--memory", metavar="SIZE", help="memory of one device, such as 80GiB")
+    parser.add_argument("--memory", metavar="SIZE", help="memory of one device, such as 80GiB; with --device cpu: of one node")
     parser.add_argument("--host-memory", metavar="SIZE", help="memory of one node, shared by its ranks, such as 1TiB")
     parser.add_argument("--micro-batch", type=int, metavar="N", help="samples per rank and micro-step (default: the configuration's)")
     parser.add_argument("--sequence", type=int, metavar="N", help="tokens per sample (default 1024, or the model's positions if fewer)")

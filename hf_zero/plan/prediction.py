@@ -224,7 +224,10 @@ def host_limit(cluster: Cluster, hardware: Hardware) -> float | None:
 def _notes(peaks: dict[str, Peak], cluster: Cluster, hardware: Hardware, observation: Observation) -> list[str]:
     notes = []
     if cluster.on_host:
-        notes.append("not counted: imports, and fragmentation of the C library's heap, which differs from run to run (docs/plan.md)")
+        notes.append(
+            "the peak counts tensors only; imports and fragmentation of the C library's heap, which differs from run to run, are in the "
+            "range of the process (docs/plan.md)"
+        )
     else:
         notes.append("not counted: the driver's context, work space of libraries, and fragmentation of the device's allocator")
         if hardware.memory is None:

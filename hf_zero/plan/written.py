@@ -38,7 +38,7 @@ def places(folder: Path) -> tuple[Path, Path]:
     files = folder.absolute() / "ds.json", folder.absolute() / "accelerate.yaml"
     for file in files:
         if os.path.lexists(file):
-            raise ConfigError(f"--write: {file} exists already; name another folder, or move the file away")
+            raise ConfigError(f"{file} exists already; name another folder, or move the file away")
     return files
 
 
@@ -65,7 +65,7 @@ def write_files(folder: Path, config: Mapping[str, Any], launcher: Mapping[str, 
         for path, text in texts.items():
             own_files.write_new_text(path, text)
     except OSError as error:
-        raise ConfigError(f"--write: {folder} cannot be written: {error.strerror or error}") from error
+        raise ConfigError(f"{folder} cannot be written: {error.strerror or error}") from error
     return list(texts)
 
 

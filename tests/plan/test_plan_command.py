@@ -179,6 +179,7 @@ def test_a_process_on_a_cpu_takes_more_than_its_tensors(answers: Any) -> None:
     lines = answers["doubt"][1].splitlines()
     assert lines[0].startswith("it fits: ") and lines[1].startswith("its process is likely to take "), lines[:2]
     assert lines[1].endswith(", SO IT MAY NOT FIT"), "imports alone take more than 40 MiB"
+    assert not any("not counted: imports" in line for line in lines), "the range of the process counts them"
 
 
 def test_eager_attention_keeps_scores(answers: Any) -> None:
