@@ -8,10 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hf_zero.errors import ConfigError
 
+_PARTS_OF_ID = 2  # of an ID on the Hub: owner and name
 _POWERS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4}
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)bit(?:/s)?")
 
@@ -79,6 +81,9 @@ class ModelWish:
         trainable: ``all``, or ``lora:`` with r=, alpha= and targets=, or ``match:`` with a regular expression of parameter names.
         checkpointing: Every how many blocks one is recomputed in backward: 1 is all of them, 0 none.
         moves: Whether activations are offloaded to the host between forward and backward; with ``checkpointing`` 1, the inputs of layers.
+
+    Raises:
+        ConfigError: ``name`` is a path of no file or folder.
     """
 
     name: str
@@ -87,6 +92,20 @@ class ModelWish:
     trainable: str = "all"
     checkpointing: int = 0
     moves: bool = False
+
+    def __post_init__(self) -> None:
+        path = Path(self.name)
+        is_path = self.name.startswith((".", "~")) or path.is_absolute() or len(path.parts) > _PARTS_OF_ID
+        if is_path and not self.name.startswith("python:") and not path.exists():
+            raise no_such_model(self.name)
+
+
+def no_such_model(name: str) -> ConfigError:
+    """Return the error about a model that is neither a file nor a folder nor anything else that a name may mean."""
+    return ConfigError(
+        f"the model {name!r} does not exist: give a folder or file with a config.json, an ID on the Hub, a model_type, or "
+        "python:FILE.py:FUNCTION"
+    )
 
 
 def bytes_per_second_of(text: str, flag: str) -> float:

@@ -241,6 +241,8 @@ def test_a_wrong_flag_does_not_wait_for_torch(folder: Path) -> None:
         [],
         [str(folder), "--config", "{}", "--ranks", "0"],
         [str(folder), "--config", "nothere.json"],
+        [f"{folder}/missing", "--config", "{}"],
+        ["./missing", *fit],
         [str(folder), "--config", "{}", "--memory", "80 gigabytes"],
         [str(folder), "--config", "{}", "--plot", f"{folder}/none/plan.png"],
         [str(folder), "--fit"],
