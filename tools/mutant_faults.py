@@ -106,14 +106,14 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             "no epsilon in the clip factor",
-            "torch.clamp(max_norm / (norm + _EPSILON), max=1.0)",
+            "torch.clamp(max_norm / (norm + EPSILON), max=1.0)",
             "torch.clamp(max_norm / norm, max=1.0)",
             (NORM, MATRIX),
         ),
         (
             "clipping enlarges small gradients",
-            "torch.clamp(max_norm / (norm + _EPSILON), max=1.0)",
-            "max_norm / (norm + _EPSILON)",
+            "torch.clamp(max_norm / (norm + EPSILON), max=1.0)",
+            "max_norm / (norm + EPSILON)",
             (NORM, MATRIX),
         ),
         (

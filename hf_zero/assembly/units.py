@@ -286,7 +286,7 @@ def _refuse_shared_memory(module: nn.Module, members: Iterable[NamedParam]) -> N
         f"{path}.{name}".lstrip("."): value  # attributes that are neither, such as a transposed view for the forward
         for path, part in module.named_modules()
         for name, value in vars(part).items()
-        if type(value) is torch.Tensor
+        if type(value) is torch.Tensor and f"{name}_orig" not in part._parameters  # torch's spectral_norm computes it in each forward
     }
     spans = []
     for name, tensor in (*held.items(), *module.named_buffers(), *kept.items()):

@@ -133,6 +133,34 @@ def _memory_in_common() -> None:
                 hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0].destroy()
 
 
+def _recomputed_attribute() -> None:
+    """torch's old ``spectral_norm`` leaves a plain tensor over the parameter's memory, and computes it anew in each forward."""
+    import hf_zero
+
+    def build() -> nn.Sequential:
+        torch.manual_seed(3)
+        return nn.Sequential(torch.nn.utils.spectral_norm(nn.Linear(4, 4)), nn.Tanh(), nn.Linear(4, 1))
+
+    inputs = torch.linspace(-1, 1, 12).view(3, 4)
+    plain = build()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        plain(inputs).square().sum().backward()
+        optimizer.step()
+    for stage in (1, 3):
+        model = build()
+        config = {"train_micro_batch_size_per_gpu": 3, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage, **SMALL_MODEL}}
+        engine = hf_zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)[0]
+        for _ in range(3):
+            engine.backward(engine(inputs).square().sum())
+            engine.step()
+        with hf_zero.zero.GatheredParameters(list(model.parameters())):
+            for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(param.detach(), expected.detach(), msg=f"{name} at stage {stage}")
+        engine.destroy()
+
+
 def _scripted_parts() -> None:
     """A traced part trains, a scripted one is refused by name."""
     import hf_zero
@@ -160,3 +188,7 @@ def _scripted_parts() -> None:
 def test_memory_in_common_is_refused_by_name() -> None:
     ranks.run_ranks(_memory_in_common, 2)
     ranks.run_ranks(_scripted_parts, 2)
+
+
+def test_an_attribute_that_each_forward_computes_anew_is_no_second_parameter() -> None:
+    ranks.run_ranks(_recomputed_attribute, 2)

@@ -9,11 +9,10 @@ from weakref import ref
 import torch
 
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
+from hf_zero.core.step.grad_norm import EPSILON
 from hf_zero.core.step.step import Stepper
 from hf_zero.core.units.unit import Unit, trained_of
 from hf_zero.errors import StateError, UnsupportedError
-
-_EPSILON = 1e-6  # torch adds the same constant
 
 
 def clip_waiting(engine_of: ref[Any], params: Sequence[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
@@ -42,8 +41,7 @@ def clip_waiting(engine_of: ref[Any], params: Sequence[torch.Tensor], max_norm: 
     if not engine.accumulation.awaits_update:
         raise StateError(
             "torch.nn.utils.clip_grad_norm_ was called in the middle of a gradient accumulation, whose gradients are sharded: call it only "
-            "after the backward that completes the optimizer step, or set gradient_clipping in the "
-            "configuration"
+            "after the backward that completes the optimizer step, or set gradient_clipping in the configuration"
         )
     if norm_type != 2:
         raise UnsupportedError(
@@ -68,7 +66,7 @@ def _clip(stepper: Stepper, given: set[int], max_norm: float) -> torch.Tensor:
             "torch.nn.utils.clip_grad_norm_ was given some of the tensors in optimizer.param_groups, which are flat parts of this rank's "
             "shards: pass parameters of the model, or the tensors of all groups"
         )
-    factor = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
+    factor = torch.clamp(max_norm / (norm + EPSILON), max=1.0)
     for piece in pieces:
         piece.mul_(factor.to(piece.device, piece.dtype))
     return norm

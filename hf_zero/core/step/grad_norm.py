@@ -17,7 +17,7 @@ from hf_zero.core.units.unit import Unit
 from hf_zero.native.library import ELEMENT_TYPES, library
 
 # torch.nn.utils.clip_grad_norm_ adds the same constant, so that a clipped step equals PyTorch's exactly.
-_EPSILON = 1e-6
+EPSILON = 1e-6
 
 # torch's CPU norm sums in fp32: over a flat unit of 6 million elements its error is 1.7e-4, in pieces of this size 2e-7.
 _CHUNK_NUMEL = 1 << 16
@@ -169,7 +169,7 @@ def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     """Return the factor that reduces ``norm`` to ``max_norm``; 1 if the norm is below, or, on the host, if ``max_norm`` is 0."""
     if max_norm <= 0:
         return torch.ones((), dtype=norm.dtype)  # on the host, so that it can be read without waiting for a device
-    return torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
+    return torch.clamp(max_norm / (norm + EPSILON), max=1.0)
 
 
 def first_non_finite(
