@@ -88,6 +88,13 @@ def _clipped(stage: int) -> None:
         clip_grad_norm_([*model.parameters(), other], 1.0)
     assert float(clip_grad_norm_(other, 0.5)) == pytest.approx(2**0.5)
     engine.step()
+    for micro_step in range(2):
+        engine.backward(class_loss(engine, MLP.rows(0, micro_step, ranks.rank())) * float("nan"))
+        if micro_step == 0:
+            engine.step()
+    with pytest.raises(RuntimeError, match=r"error_if_nonfinite=True\): the norm of order 2 .* is nan"):
+        clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    engine.zero_grad()
     engine.destroy()
 
 

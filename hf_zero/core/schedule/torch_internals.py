@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections.abc import Callable, Container, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -208,22 +209,28 @@ def around_clipping(function: Callable[[list[torch.Tensor], float, float, torch.
 
     Args:
         function: Called with the parameters, the largest norm, the order of the norm and the norm, 0-dim, which it may overwrite; returns
-            whether it has scaled the gradients.
+            whether it has scaled the gradients. Its norm is checked for ``error_if_nonfinite``, as torch checks its own.
     """
     if _scale_gradients is None or _total_norm is None:
         return
-    orders: list[float] = [2.0]  # order of the norm that was computed last
+    asked: list[tuple[float, bool]] = [(2.0, False)]  # order of the norm that was computed last, and whether it must be finite
 
     @wraps(_total_norm)
-    def total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
-        orders[0] = float(norm_type)
-        return _total_norm(tensors, norm_type, *args, **kwargs)
+    def total_norm(tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, *args: Any, **kwargs: Any) -> Any:
+        asked[0] = float(norm_type), error_if_nonfinite
+        return _total_norm(tensors, norm_type, error_if_nonfinite, *args, **kwargs)
 
     @wraps(_scale_gradients)
     def scale(parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None) -> None:
         params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if not function(params, float(max_norm), orders[0], total_norm):
+        order, finite = asked[0]
+        if not function(params, float(max_norm), order, total_norm):
             _scale_gradients(params, max_norm, total_norm, foreach)
+        elif finite and not math.isfinite(total_norm):
+            raise RuntimeError(
+                f"clip_grad_norm_(error_if_nonfinite=True): the norm of order {order:g} of the sharded gradients is {float(total_norm)}; "
+                "call zero_grad() to drop these gradients"
+            )
 
     clip_grad._get_total_norm = total_norm
     setattr(clip_grad, _SCALING, scale)
