@@ -144,8 +144,9 @@ def _refusals(folder: Path) -> list[str]:
     nbytes = first.checkpoints.snapshots._bytes
     # Room for two: the older of them goes before the next one is written.
     with mock.patch.object(snapshots, "_free", lambda folder: nbytes * (2 - len(list(folder.glob("global_step*"))))):
-        train(first, 10, "bf16", seen)
-    _written(first)
+        for step in (8, 10):
+            train(first, step, "bf16", seen)
+            _written(first)  # a snapshot that is still being written leaves the next one out
     first.save_checkpoint(folder / "disk", tag="global_step7")
     assert first.load_checkpoint(folder / "disk")[0] == str(folder / "disk" / "global_step7"), "no snapshot after the first step"
     after: Any = _engine(folder)
