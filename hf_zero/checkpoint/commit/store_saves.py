@@ -111,7 +111,7 @@ class StoreSave:
 
     # -- writing
 
-    def files(self, _direct: bool) -> Uploads:
+    def files(self, _direct: bool, _former: str = "") -> Uploads:
         """Return the writer of this rank's files."""
         return Uploads()
 
