@@ -16,13 +16,14 @@ from hf_zero import ZeroTrainingArguments
 from hf_zero.sequence_parallel.tiled import TiledFusedLogitsLoss, TiledMLP
 
 OUTPUT = "runs/minimal/long_sequences"
-LENGTH, TILE = 128, 1024  # tokens per sequence, tokens per tile
+LENGTH, TILE = 128, 1024  # tokens per sequence, tokens per tile of the loss
 BATCH = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
 
 
 class TiledLayer(LlamaMLP):  # replace LlamaMLP by the feed-forward class of your model
     def forward(self, x):
-        return TiledMLP.apply(LlamaMLP.forward, self, x, -(-x.shape[1] // TILE))
+        _, length, width = x.shape
+        return TiledMLP.apply(LlamaMLP.forward, self, x, -(-length // width))  # tiles of `width` tokens
 
 
 class TiledLlama(LlamaForCausalLM):  # replace by your model's class; checkpoints do not change
