@@ -241,7 +241,7 @@ class Engine(nn.Module):
         with self.clock.phase("step"):
             try:
                 watch = self.spikes.watch(progress.global_steps, progress.global_samples, samples)
-                result = self.stepper.take(watch)  # type: ignore[union-attr]
+                result = self.stepper.optimizer.through_step(lambda: self.stepper.take(watch), self.optimizer)  # type: ignore[union-attr]
             except Exception as error:
                 self._explain(self, error, "step")
                 self.accumulation.refused()
