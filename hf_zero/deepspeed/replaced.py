@@ -3,7 +3,7 @@
 Scripts change DeepSpeed by assigning to its classes or objects: ``DeepSpeedZeroOptimizer.reduce_gradients = add_noise``. Under a name that
 nothing here calls, such a function would silently have no effect. The names are from DeepSpeed 0.9 to 0.19. A replaced method that scripts
 themselves call (``backward``, ``step``, ``save_checkpoint``) works as in any class, also ``optimizer.step``
-(``ShardedOptimizer.through_step``).
+(``core.optimizer.sharded.through_step``).
 """
 
 from __future__ import annotations

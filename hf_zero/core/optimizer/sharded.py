@@ -201,36 +201,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._steps = False
         return loss
 
-    def through_step(self, take: Callable[[], T], held: Any) -> T:
-        """Return ``take()``, which takes the engine's step at a boundary.
-
-        If a script has replaced ``step`` of this object or of its class, or has wrapped the object, call the script's ``step``, which
-        calls the original.
-
-        Args:
-            take: Takes the step.
-            held: The engine's ``optimizer``: this object, or the script's object in its place.
-
-        Raises:
-            StateError: The script's ``step`` has not called the original once.
-        """
-        replaced = held is not self or "step" in vars(self) or type(self).step is not _STEP
-        if not replaced or self._steps:
-            return take()
-        results: list[T] = []
-        self._take = lambda: results.append(take())
-        try:
-            held.step()
-        finally:
-            self._take = None
-        if len(results) != 1:
-            name = getattr(held.step, "__qualname__", held.step)
-            raise StateError(
-                f"engine.optimizer.step was replaced by {name}, which called the original step {len(results)} times in engine.step(): it "
-                "must do that once, because the engine updates in the original"
-            )
-        return results[0]
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients for the coming step, like the engine's ``zero_grad``."""
         if self._clear is not None:
@@ -330,6 +300,38 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 _STEP = ShardedOptimizer.step  # a script may replace it
+
+
+def through_step(optimizer: ShardedOptimizer, take: Callable[[], T], held: Any) -> T:
+    """Return ``take()``, which takes the engine's step at a boundary.
+
+    If a script has replaced ``optimizer.step``, also on its class, or has wrapped the object, call the script's ``step``, which calls the
+    original.
+
+    Args:
+        optimizer: The engine's optimizer.
+        take: Takes the step.
+        held: ``engine.optimizer``: ``optimizer``, or the script's object in its place.
+
+    Raises:
+        StateError: The script's ``step`` has not called the original once.
+    """
+    replaced = held is not optimizer or "step" in vars(optimizer) or type(optimizer).step is not _STEP
+    if not replaced or optimizer._steps:
+        return take()
+    results: list[T] = []
+    optimizer._take = lambda: results.append(take())
+    try:
+        held.step()
+    finally:
+        optimizer._take = None
+    if len(results) != 1:
+        name = getattr(held.step, "__qualname__", held.step)
+        raise StateError(
+            f"engine.optimizer.step was replaced by {name}, which called the original step {len(results)} times in engine.step(): it must "
+            "do that once, because the engine updates in the original"
+        )
+    return results[0]
 
 
 def _clearing(optimizer: ref[ShardedOptimizer]) -> Callable[..., None]:
