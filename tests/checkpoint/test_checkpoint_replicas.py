@@ -50,10 +50,12 @@ def test_resumed_run_is_the_uninterrupted_one(tmp_path: Path, stage: int, dtype:
     ranks.run_ranks(_interrupted, 4, str(tmp_path), stage, dtype, torch.optim.AdamW, {})
 
 
+@pytest.mark.slow
 def test_a_save_in_the_background(tmp_path: Path) -> None:
     ranks.run_ranks(_interrupted, 4, str(tmp_path), 3, "bf16", torch.optim.AdamW, IN_BACKGROUND)
 
 
+@pytest.mark.slow
 @pytest.mark.fast_rows("Adafactor")
 @pytest.mark.parametrize("optimizer", [RowScaled, torch.optim.Adafactor])
 def test_states_of_whole_tensors(tmp_path: Path, optimizer: Any) -> None:
@@ -144,6 +146,7 @@ def _written_once(folder: Path) -> None:
                 assert seen[f"{kind} {name}"] <= pieces, (file.name, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", slow_but([1, 3], 3))
 def test_as_many_bytes_as_without_groups_spread_as_evenly(tmp_path: Path, stage: int) -> None:
     folders = {size: tmp_path / str(size) for size in (0, 2)}

@@ -84,6 +84,7 @@ def _same(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert torch.equal(value, found[key]) if isinstance(value, torch.Tensor) else value == found[key], key
 
 
+@pytest.mark.fast_rows("RowScaled-fp16-saved1-loaded1")
 @pytest.mark.parametrize(
     ("name", "dtype", "saved", "loaded"),
     [

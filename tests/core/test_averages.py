@@ -187,6 +187,7 @@ def _laid_out_anew(run: Run, again: Run, folder: Any) -> None:
     assert late.updates == 4 and all(torch.equal(late.whole(name), wanted[name]) for name in trained)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("run", "again"), [(Run(3), Run(3)), (Run(2), Run(1)), (Run(3), Run(2))], ids=str)
 def test_averages_follow_parameters_to_other_units(run: Run, again: Run, tmp_path: Any) -> None:
     ranks.run_ranks(_laid_out_anew, 2, run, again, tmp_path)

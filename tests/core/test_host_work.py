@@ -73,7 +73,7 @@ def _calls(blocks: int, zero: dict[str, Any]) -> int:
     return calls
 
 
-@pytest.mark.fast_rows("0", "2", "3-reshard")
+@pytest.mark.fast_rows("2", "3-reshard")
 @pytest.mark.parametrize(
     ("zero", "calls"),
     [

@@ -43,6 +43,7 @@ def check_both(name: str, run: Run, tp: int, ep: int, odd: bool = False, **chang
     return check_experts(name, with_split_layers(run, tp), ep, feed, limit=ROUNDED if run.dtype != "fp32" else None, **changes)
 
 
+@pytest.mark.slow
 @pytest.mark.fast_rows("2")
 @pytest.mark.parametrize("size", [2, 4])
 def test_on_four_ranks(size: int) -> None:

@@ -78,6 +78,7 @@ def _between_forward_and_backward(look: bool) -> dict[str, Tensor]:
     return whole(engine.module)
 
 
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("world", [2, 3])
 def test_gathering_between_forward_and_backward_changes_nothing(world: int) -> None:
     plain = ranks.run_ranks(_between_forward_and_backward, world, False)

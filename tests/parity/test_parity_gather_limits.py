@@ -90,6 +90,7 @@ def test_all_limits_of_stage_3_are_bitwise_neutral(name: str) -> None:
     ranks.run_ranks(_every_limit, 2, name, True)
 
 
+@pytest.mark.slow
 @pytest.mark.fast_rows("not reentrant-1500")
 @pytest.mark.parametrize(("mode", "prefetch"), [("reentrant", PREFETCH[0]), ("not reentrant", PREFETCH[1])])
 def test_limits_with_checkpointing_are_bitwise_neutral(mode: str, prefetch: int) -> None:

@@ -19,7 +19,7 @@ def _require_its_configuration(name: str) -> None:
         pytest.skip(f"the tiny configuration of {name} is written with the rotary keys of transformers 5")
 
 
-@pytest.mark.fast_rows("llava", "qwen2_5_vl")
+@pytest.mark.fast_rows("qwen2_5_vl")
 @pytest.mark.parametrize("name", NAMES)
 def test_images_on_one_rank(name: str) -> None:
     _require_its_configuration(name)

@@ -50,6 +50,7 @@ def expected(name: str, run: Run, world: int, places: reference.Places) -> refer
     )
 
 
+@pytest.mark.fast_rows("1-3")
 @pytest.mark.parametrize(
     ("stage", "world"),
     [(0, 2), (1, 3)],

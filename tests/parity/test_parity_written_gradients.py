@@ -350,6 +350,7 @@ def _hooks_after_the_engine(stage: int) -> None:
         engine.destroy()
 
 
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", slow_but((0, 1, 2, 3), 2, 3))
 def test_hooks_of_a_script_on_parameters(stage: int) -> None:
     ranks.run_ranks(_hooks_after_the_engine, 2, stage)

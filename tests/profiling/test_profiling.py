@@ -287,6 +287,7 @@ def _profile_of_an_engine(stage: int, section: dict[str, Any] | None) -> tuple[l
     return losses, printed.getvalue(), (numbers, engine.wall_clock_breakdown(), engine.flops_profiler_profile_step())
 
 
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_profile_of_a_training_step(stage: int) -> None:
     case = CASES["gpt2"]

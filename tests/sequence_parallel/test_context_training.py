@@ -76,6 +76,7 @@ def with_tensor_parallelism() -> None:
     check(mistral, Run(stage=3), Data(packed=True), 2, tensor=2)
 
 
+@pytest.mark.slow
 @pytest.mark.fast_rows("with_tensor_parallelism")
 @pytest.mark.parametrize("groups", [groups_of_four_ranks, with_sequence_parallelism, with_tensor_parallelism])
 def test_groups_over_four_ranks(groups: Any) -> None:

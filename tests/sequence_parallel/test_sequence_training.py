@@ -77,6 +77,7 @@ def one_group_of_four() -> None:
     check(partial(llama, kv_heads=1), Run(stage=3, accumulation=2), Data(padding="left", prompt=7), 4)
 
 
+@pytest.mark.slow
 @pytest.mark.fast_rows("two_groups")
 @pytest.mark.parametrize("groups", [two_groups, one_group_of_four])
 def test_groups_over_four_ranks(groups: Callable[[], None]) -> None:

@@ -12,6 +12,7 @@ KINDS = ["DebertaV2ForMaskedLM", "BambaForCausalLM", "Phi3ForCausalLM", "SwitchT
 SLOW_KINDS = ["BloomForCausalLM", "Olmo2ForCausalLM", "ApertusForCausalLM", "MobileBertForMaskedLM"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [KINDS, pytest.param(SLOW_KINDS, marks=pytest.mark.slow)], ids=["fast", "slow"])
 def test_kinds_of_architectures_are_exact_and_mostly_split(names: list[str]) -> None:
     for row in measure_all(names, 3):

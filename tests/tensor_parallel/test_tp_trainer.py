@@ -48,6 +48,7 @@ def test_trainer_trains_like_one_rank_and_saves_the_whole_model(stage: int, worl
         torch.testing.assert_close(loaded[name], value, rtol=2e-3, atol=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tp", "saved_with"), [(2, 1), pytest.param(2, 2, marks=SLOW), pytest.param(1, 2, marks=SLOW)])
 def test_resuming_at_another_size_goes_on_as_if_nothing_had_happened(tp: int, saved_with: int, tmp_path: Path) -> None:
     for whole, again in ranks.run_ranks(resume, 2, 1, tp, saved_with, str(tmp_path), group=False):

@@ -109,6 +109,7 @@ def _saved_before_training(models: Path, folder: Path, gathers: bool) -> None:
         assert all(torch.equal(value, weights[name]) for name, value in plain.named_parameters())
 
 
+@pytest.mark.fast_rows("True")
 @pytest.mark.parametrize("gathers", [True, False])
 def test_saving_after_an_evaluation(gathers: bool, trainer_models: Path, tmp_path: Path) -> None:
     import torch
