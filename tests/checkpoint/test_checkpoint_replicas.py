@@ -44,6 +44,7 @@ def _interrupted(folder: str, stage: int, dtype: str, optimizer: Any, extra: dic
     engine.destroy()
 
 
+@pytest.mark.slow
 @pytest.mark.fast_rows("3-bf16")
 @pytest.mark.parametrize(("stage", "dtype"), [pytest.param(1, "fp32", marks=SLOW), (2, "fp16"), (3, "bf16")])
 def test_resumed_run_is_the_uninterrupted_one(tmp_path: Path, stage: int, dtype: str) -> None:
@@ -180,6 +181,7 @@ def _export(folder: str) -> bool:
     return whole is not None
 
 
+@pytest.mark.slow
 def test_whole_weights_are_written_by_one_rank(tmp_path: Path) -> None:
     assert ranks.run_ranks(_export, 4, str(tmp_path)) == [True, False, False, False]
 

@@ -335,6 +335,7 @@ def _between_tiers(folder: str, before: dict[str, Any], after: dict[str, Any]) -
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.fast_rows("to a file")
 @pytest.mark.parametrize("turned", [False, True], ids=["to a file", "from a file"])
 def test_full_state_moves_between_tiers(tmp_path: Path, turned: bool) -> None:

@@ -151,6 +151,7 @@ def _recomputed(stage: int) -> None:
     check_bitwise(*traces, "reentrant")
 
 
+@pytest.mark.slow
 @pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
 def test_recomputation_in_a_backward_for_inputs(stage: int) -> None:

@@ -150,6 +150,7 @@ def check_shares(folder: str) -> None:
         del holder
 
 
+@pytest.mark.slow
 def test_trainer(tmp_path: Path) -> None:
     ranks.run_ranks(check_trainer, 2, str(tmp_path), group=False)
 

@@ -207,6 +207,7 @@ def _other_data(threshold: int) -> None:
     engine.destroy()
 
 
+@pytest.mark.fast_rows("1000000")
 @pytest.mark.parametrize("threshold", [0, 10**6])
 def test_data_replaced_inside_a_gather(threshold: int) -> None:
     ranks.run_ranks(_other_data, 2, threshold)

@@ -57,7 +57,7 @@ def _train_until(stage: int, place: str, way: str) -> None:
         engine.step()
 
 
-@pytest.mark.fast_rows("3-forward-dies", "3-backward-aborts")
+@pytest.mark.fast_rows("3-forward-dies", "3-backward-aborts", "3-step-hangs")
 @thinned(None, place=PLACES, way=WAYS)
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_the_other_rank_ends_with_the_unit_and_phase(stage: int, place: str, way: str) -> None:

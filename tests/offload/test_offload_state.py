@@ -130,6 +130,7 @@ def _whole_values(stage: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", slow_but([2, 3], 3))
 def test_values_can_be_read_and_set(stage: int) -> None:
     assert ranks.run_ranks(_whole_values, 2, stage) == [[], []]

@@ -152,6 +152,7 @@ def test_training_does_not_notice_in_bf16(stage: int) -> None:
     ranks.run_ranks(_interrupted, 3, Run(stage=stage, dtype="bf16", accumulation=2), interruptions)
 
 
+@pytest.mark.slow
 @pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
 def test_generation_equals_the_plain_model(stage: int) -> None:

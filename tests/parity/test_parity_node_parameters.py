@@ -93,6 +93,7 @@ def _offloaded(only: str) -> list[str]:
     return offload_runs.compare("odd_mlp", Run(stage=3, dtype="bf16", accumulation=2, clip=0.05, extra=inside(2)), only)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "only", ["half, apart", *(pytest.param(only, marks=pytest.mark.slow) for only in ("both cpu, apart", "both nvme"))]
 )

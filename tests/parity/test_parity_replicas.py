@@ -232,6 +232,7 @@ def _whole(name: str, stage: int, dtype: str) -> None:
     check(through_engine(name, "odd_mlp", run), plain(name, CASES["odd_mlp"], run, ranks.world()), run, name, limit)
 
 
+@pytest.mark.slow
 @pytest.mark.fast_rows("Adafactor")
 @pytest.mark.parametrize("name", ["Adafactor", "RowScaled", "LAMB"])
 def test_optimizers_of_whole_tensors(name: str) -> None:
@@ -244,6 +245,7 @@ def _tensor_parallel(stage: int) -> None:
     tp_training.check_against_one_rank(CASES["gpt2"], 2, [run])
 
 
+@pytest.mark.slow
 @pytest.mark.fast_rows("4-1")
 @pytest.mark.parametrize(("world", "stage"), [(4, 1), (8, 3)])
 def test_tensor_parallelism(world: int, stage: int) -> None:
@@ -257,6 +259,7 @@ def _sequences(stage: int, size: int) -> None:
     sequences.compare(sequences.sliced(sequences.llama, run, data, 2), sequences.whole(sequences.llama, run, data, ranks.world() // 2))
 
 
+@pytest.mark.slow
 @pytest.mark.fast_rows("3-2")
 @pytest.mark.parametrize(("stage", "size"), [(1, 2), (3, 2)])
 def test_sequence_parallelism(stage: int, size: int) -> None:

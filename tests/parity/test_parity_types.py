@@ -53,6 +53,7 @@ def _shown(rows: list[loaded_types.Row]) -> list[str]:
     return [f"{row.name}: {text}" for row in rows for text in row.differences]
 
 
+@pytest.mark.slow
 @TRANSFORMERS_5
 def test_some_architectures_stay_as_loaded() -> None:
     rows = ranks.run_ranks(loaded_types.measure_each, 2, SOME, True)[0]

@@ -75,6 +75,7 @@ def test_16_bit(stage: int, dtype: str, name: str) -> None:
     ranks.run_ranks(_close, 2, name, "mlp", Run(stage=stage, dtype=dtype, clip=0.1, accumulation=2))
 
 
+@pytest.mark.slow
 @pytest.mark.fast_rows("Adafactor")
 @pytest.mark.parametrize("name", ["Adafactor", "RowScaled"])
 def test_states_on_the_host_and_shards_in_files(name: str, tmp_path: Any) -> None:
@@ -172,6 +173,7 @@ def _low_masters(stage: int) -> Trace:
     return _by_config(stage, {"type": "Adafactor", "params": {"lr": 1e-2}}, "bf16", bf16=bf16)
 
 
+@pytest.mark.slow
 def test_masters_in_16_bit() -> None:
     traces = [ranks.run_ranks(_low_masters, 2, stage)[0] for stage in (0, 3)]
     check(traces[1], traces[0], Run(dtype="bf16"), "16-bit masters", DRIFT)

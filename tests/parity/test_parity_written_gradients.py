@@ -88,6 +88,7 @@ def _as_plain() -> None:
             engine.destroy()
 
 
+@pytest.mark.fast_rows("2")
 @pytest.mark.parametrize("world", [1, 2])
 def test_written_gradients_are_those_of_the_step(world: int) -> None:
     ranks.run_ranks(_as_plain, world)

@@ -154,6 +154,7 @@ def test_a_forgotten_wait_is_noticed(target: str, replacement: Any) -> None:
 # -- the rest of the engine: jobs of other files, on a device -----------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_activation_checkpointing() -> None:
     on_devices(device_jobs.checkpointing)
 
@@ -275,6 +276,7 @@ def _accelerate(zero: dict[str, Any]) -> tuple[list[float], set[str]]:
     return losses, devices
 
 
+@pytest.mark.slow
 def test_accelerate_trains_and_offloads_on_a_device() -> None:
     plain = on_devices(_accelerate, {"stage": 2}, group=False)
     assert {str(device) for _, devices in plain for device in devices} == {pretend.NAME}

@@ -107,6 +107,7 @@ def both(stage: int, accumulation: int, size: int) -> None:
     loop(stage, accumulation, size, LENGTH, True, {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "accumulation"), [pytest.param(1, 1, marks=pytest.mark.slow), (3, 2)])
 def test_accelerate_loop_over_two_ranks(stage: int, accumulation: int) -> None:
     ranks.run_ranks(both, 2, stage, accumulation, 2)

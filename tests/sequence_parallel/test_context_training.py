@@ -135,6 +135,7 @@ def quantized(base: str) -> None:
     assert [mine for _, mine in norms] == pytest.approx([theirs for theirs, _ in norms], rel=NORM)
 
 
+@pytest.mark.slow
 def test_adapters_on_a_base_in_four_bit(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     pytest.importorskip("peft")
@@ -150,6 +151,7 @@ def lora() -> None:
     compare(divided(tiled, run, data, 2), whole(llama, run, data, 1), "the model of examples/minimal/long_sequences.py")
 
 
+@pytest.mark.slow
 def test_adapters_states_on_the_host_and_tiles() -> None:
     pytest.importorskip("peft")
     ranks.run_ranks(lora, 2)

@@ -181,6 +181,7 @@ def _resumed(folder: str) -> tuple[dict[str, list[float]], dict[str, list[float]
     return trainer_run(folder, 2, 2), trainer_run(folder, 2, 2, resume=True)
 
 
+@pytest.mark.slow
 def test_trainer_resumes_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     whole, resumed = ranks.run_ranks(_resumed, 2, str(tmp_path))[0]
     assert resumed["loss"] == whole["loss"] and resumed["grad_norm"] == whole["grad_norm"] and resumed["eval_loss"] == whole["eval_loss"]

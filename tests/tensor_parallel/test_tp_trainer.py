@@ -56,6 +56,7 @@ def test_resuming_at_another_size_goes_on_as_if_nothing_had_happened(tp: int, sa
         assert again == pytest.approx(whole, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_generated_predictions_come_once(tmp_path: Path) -> None:
     found = ranks.run_ranks(generated, 4, str(tmp_path), zero_config(1, 2), group=False)
     assert [count for count, _ in found] == [6] * 4

@@ -92,6 +92,7 @@ def _best_model(models: Path, folder: Path, stage: int) -> None:
         assert not trainer.state.best_model_checkpoint.endswith("checkpoint-4")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", slow_but([2, 3], 3))
 def test_load_best_model_at_end(stage: int, trainer_models: Path, tmp_path: Path) -> None:
     ranks.run_ranks(_best_model, 2, trainer_models, tmp_path, stage)
