@@ -49,6 +49,7 @@ def test_bitwise_at_every_stage(name: str) -> None:
     ranks.run_ranks(_bitwise, 2, name, "odd_mlp", STAGES, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.fast_rows("3-RowScaled")
 @pytest.mark.parametrize(("world", "name"), [(1, "Adafactor groups"), (3, "RowScaled"), (4, "Adafactor groups")])
 def test_bitwise_on_other_numbers_of_ranks(world: int, name: str) -> None:
@@ -327,6 +328,7 @@ def _over_slices(stages: tuple[int, ...]) -> None:
         compare(result, found[0], f"stage {stage}")
 
 
+@pytest.mark.slow
 def test_ranks_that_share_their_sequences_are_owners_too() -> None:
     pytest.importorskip("transformers", minversion="5.0")
     ranks.run_ranks(_over_slices, 4, (0, 1, 3))

@@ -169,6 +169,7 @@ def test_saving_in_the_background(names: list[str], tmp_path: Path) -> None:
     on_devices(device_jobs.saves, str(tmp_path), names)
 
 
+@pytest.mark.slow
 def test_checkpoints_travel_between_device_and_host(tmp_path: Path) -> None:
     state = on_devices(device_jobs.save, str(tmp_path / "device"), IN_BACKGROUND)[0]
     assert ranks.run_ranks(device_jobs.load, 2, str(tmp_path / "device"), state, {}, 2) == [[], []]

@@ -107,7 +107,6 @@ def _trains() -> None:
         torch.testing.assert_close(weights, expected, rtol=1e-4, atol=2e-6)
 
 
-@pytest.mark.slow
 def test_tiles_train_as_the_whole() -> None:
     ranks.run_ranks(_trains, 2)
 
