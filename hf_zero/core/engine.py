@@ -14,6 +14,7 @@ from torch import nn
 
 from hf_zero.core.engine_parts import AppliedAverages, EngineParts, RunAgain, step_schedule
 from hf_zero.core.offloaded_states import OffloadedStates
+from hf_zero.core.optimizer.sharded import through_step
 from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.schedule.torch_internals import recompile_limit
 from hf_zero.core.step.clipping import clip_waiting
@@ -241,7 +242,7 @@ class Engine(nn.Module):
         with self.clock.phase("step"):
             try:
                 watch = self.spikes.watch(progress.global_steps, progress.global_samples, samples)
-                result = self.stepper.take(watch)  # type: ignore[union-attr]
+                result = through_step(self.stepper.optimizer, lambda: self.stepper.take(watch), self.optimizer)  # type: ignore[union-attr]
             except Exception as error:
                 self._explain(self, error, "step")
                 self.accumulation.refused()
