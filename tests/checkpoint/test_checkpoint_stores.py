@@ -252,10 +252,10 @@ _ENDS_FIRST = """
 
     files = StoreSave.files
 
-    def after_the_script(self, direct):
+    def after_the_script(self, *words):
         while threading.current_thread() is not threading.main_thread() and not threading._SHUTTING_DOWN:
             time.sleep(0.01)
-        return files(self, direct)
+        return files(self, *words)
 
     StoreSave.files = after_the_script
     model = torch.nn.Linear(4, 4)
