@@ -211,7 +211,7 @@ class Counted:
         self.epochs = state["epochs"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: test_checkpoint_replicas.py
 @pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_states_are_saved_and_loaded_in_shard_groups(tmp_path: Path, stage: int) -> None:

@@ -119,7 +119,7 @@ def test_any_size_to_any_other(tmp_path: Path, move: str) -> None:
     _check_files(tmp_path / "a" / "hf", weights)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: test_checkpoint_node_local.py
 def test_disks_of_the_nodes(tmp_path: Path) -> None:
     ranks.run_ranks(check_disks, 4, str(tmp_path))
 

@@ -191,7 +191,7 @@ def _without_frozen(folder: str, stage: int) -> None:
         engine.destroy()
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: `test_parts_of_a_checkpoint`
 @pytest.mark.parametrize("stage", slow_but([2, 3], 3))
 def test_frozen_parameters_left_out_keep_the_values_of_the_model(tmp_path: Path, stage: int) -> None:
     ranks.run_ranks(_without_frozen, 2, str(tmp_path), stage)

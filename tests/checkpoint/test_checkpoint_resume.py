@@ -48,13 +48,13 @@ def test_resumed_run_is_the_uninterrupted_one(tmp_path: Path, stage: int, dtype:
     ranks.run_ranks(_interrupted, 2, str(tmp_path), stage, dtype, torch.optim.AdamW)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: `test_resumed_run_is_the_uninterrupted_one`
 def test_units_that_stay_gathered_at_stage_3_resume(tmp_path: Path) -> None:
     persistent = {"zero_optimization": {"stage": 3}}  # the default threshold keeps units this small whole
     ranks.run_ranks(_interrupted, 2, str(tmp_path), 3, "bf16", torch.optim.AdamW, persistent)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: `test_resumed_run_is_the_uninterrupted_one` with Adam's states
 @pytest.mark.parametrize("stage", slow_but([1, 3], 1))
 def test_sgd_with_momentum_resumes(tmp_path: Path, stage: int) -> None:
     ranks.run_ranks(_interrupted, 2, str(tmp_path), stage, "fp32", torch.optim.SGD)
@@ -196,7 +196,7 @@ def _save_one_element(folder: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("stages", [(2, 3), pytest.param((0, 1, 2, 3), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("stages", [(2, 3), pytest.param((0, 1, 2, 3), marks=pytest.mark.slow)], ids=["few", "every"])
 def test_a_step_with_a_shape_resumes_on_any_ranks(tmp_path: Path, stages: tuple[int, ...]) -> None:
     """Optimizers of others keep it as ``torch.zeros(1)``."""
     states = ranks.run_ranks(_save_counted, 2, str(tmp_path), stages)[0]
@@ -335,7 +335,7 @@ def _between_tiers(folder: str, before: dict[str, Any], after: dict[str, Any]) -
     return wrong
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: `test_offloaded_run_resumes`
 @pytest.mark.fast_rows("to a file")
 @pytest.mark.parametrize("turned", [False, True], ids=["to a file", "from a file"])
 def test_full_state_moves_between_tiers(tmp_path: Path, turned: bool) -> None:

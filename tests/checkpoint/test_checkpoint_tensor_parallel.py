@@ -61,7 +61,7 @@ def test_any_size_to_any_other(tmp_path: Path, name: str, move: str) -> None:
     check_move(tmp_path, name, move)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: `test_any_size_to_any_other`, test_tp_heads.py
 @pytest.mark.parametrize("move", ["4 to 1", pytest.param("1 to 4", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", pytest.param("GPTBigCodeForCausalLM", marks=pytest.mark.slow)])
 def test_heads_that_several_ranks_hold(tmp_path: Path, name: str, move: str) -> None:

@@ -111,7 +111,7 @@ def test_states_move_between_stages_and_numbers_of_ranks(
             assert torch.allclose(end[key], value, rtol=1e-2 if dtype != "fp32" else 1e-4, atol=2e-3 if dtype != "fp32" else 1e-5), key
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: `test_states_move_between_stages_and_numbers_of_ranks`
 def test_each_state_is_written_once(tmp_path: Path) -> None:
     for stage in (0, 3):
         ranks.run_ranks(_save, 2, str(tmp_path / str(stage)), "RowScaled", stage, "fp32")

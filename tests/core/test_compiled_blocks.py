@@ -102,7 +102,7 @@ def test_no_break_and_no_graph_after_the_second_step(stage: int, way: str, tmp_p
     assert graphs[-1] == graphs[2] <= 3 * kinds, graphs
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: `test_no_break_and_no_graph_after_the_second_step`
 @pytest.mark.fast_rows("not reentrant")
 @pytest.mark.parametrize("checkpointing", ["reentrant", "not reentrant"])
 def test_recomputed_blocks(checkpointing: str, tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def _part_alone() -> tuple[torch.Tensor, torch.Tensor]:
     return found[0], found[1]
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: `test_no_break_and_no_graph_after_the_second_step` of parts
 def test_a_part_of_a_compiled_block_that_is_called_by_itself() -> None:
     plain, compiled = ranks.run_ranks(_part_alone, 2, timeout=300)[0]
     assert torch.equal(plain, compiled)

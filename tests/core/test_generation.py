@@ -45,7 +45,7 @@ def test_three_ranks() -> None:
     ranks.run_ranks(check_tokens, 3, False)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: `test_tokens_are_those_of_the_plain_model`
 def test_adapters_and_inner_models() -> None:
     """Check a PEFT wrapper and a module that contains a model: the inner ``generate`` runs."""
     ranks.run_ranks(check_inner, 2)

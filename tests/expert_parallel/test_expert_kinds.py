@@ -90,7 +90,7 @@ def freeze(model: nn.Module, *parts: str) -> None:
         param.requires_grad_(not any(part in name for part in parts))
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: the others of this file
 def test_implementations_and_offload(tmp_path: Path) -> None:
     ranks.run_ranks(check_implementations, 2, str(tmp_path))
 

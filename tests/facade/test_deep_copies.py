@@ -58,7 +58,7 @@ def test_a_copy_of_an_engines_module_trains_like_it(name: str, place: str, tmp_p
     ranks.run_ranks(_copy_of_an_engines_module, 2, name, _run(tmp_path, place))
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: `test_a_copy_of_an_engines_module_trains_like_it`
 def test_a_copy_of_a_16_bit_model_trains_like_it(tmp_path: Path) -> None:
     ranks.run_ranks(_copy_of_an_engines_module, 3, "mlp", _run(tmp_path, "device", "bf16"))
 
@@ -135,7 +135,7 @@ def _average() -> None:
     engine.destroy()
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: test_empty_parameters.py
 def test_an_average_of_the_weights() -> None:
     ranks.run_ranks(_average, 2)
 

@@ -195,7 +195,7 @@ def _after(updates: list[tuple[int, ...]]) -> dict[str, torch.Tensor]:
     return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
-@pytest.mark.parametrize("stages", [(1, 3), pytest.param((0, 2), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("stages", [(1, 3), pytest.param((0, 2), marks=pytest.mark.slow)], ids=["odd", "even"])
 def test_every_second_step_updates_with_all_backwards_since(stages: tuple[int, ...]) -> None:
     ranks.run_ranks(_counted_by_steps, 2, stages)
 

@@ -167,7 +167,7 @@ def test_policy_and_reference_engine(stage: int, reference_stage: int) -> None:
     ranks.run_ranks(_policy_and_reference, 2, stage, reference_stage)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: `test_two_engines_that_share_an_encoder`
 @pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
 def test_two_trained_engines(stage: int) -> None:

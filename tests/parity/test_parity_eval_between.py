@@ -145,14 +145,14 @@ def test_training_notices_nothing_at_any_stage(stage: int) -> None:
     ranks.run_ranks(_interrupted, 2, Run(stage=stage, accumulation=2, clip=0.1), list(INTERRUPTIONS))
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: the same in fp32
 @pytest.mark.parametrize("stage", slow_but(STAGES, 3))
 def test_training_does_not_notice_in_bf16(stage: int) -> None:
     interruptions = ["evaluate_before", "generate_before"]
     ranks.run_ranks(_interrupted, 3, Run(stage=stage, dtype="bf16", accumulation=2), interruptions)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: test_generation.py
 @pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
 def test_generation_equals_the_plain_model(stage: int) -> None:

@@ -26,7 +26,7 @@ def test_images_on_one_rank(name: str) -> None:
     ranks.run_ranks(check_stages, 2, name, False, (NAMES.index(name) % 2 + 1, 3))
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: `test_images_on_one_rank`, test_parity_checkpointing.py
 @pytest.mark.fast_rows("True")
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_with_activation_checkpointing(reentrant: bool) -> None:

@@ -119,7 +119,7 @@ def _trained(base: Path, keys: dict[str, Any]) -> Trace:
     return trace
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: `test_nf4_at_every_stage`, `test_each_rank_keeps_its_share`
 def test_where_packed_weights_rest(base: Path, tmp_path: Path) -> None:
     ranks.run_ranks(_in_places, 2, base, tmp_path)
 

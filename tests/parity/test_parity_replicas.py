@@ -42,7 +42,7 @@ def test_two_groups_of_two(dtype: str, accumulation: int, clip: float) -> None:
     ranks.run_ranks(_stages, 4, "gpt2", 2, dtype, accumulation, clip)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: `test_two_groups_of_two`
 @pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("size", [2, 3])
 def test_six_ranks(size: int) -> None:
@@ -100,7 +100,7 @@ def _overflow(stage: int) -> None:
     assert trace.norms[1] == math.inf
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: test_parity_overflow.py, and the same of nodes
 @pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_group_skips_the_overflow_of_one_rank(stage: int) -> None:
@@ -150,7 +150,7 @@ def _gradient_of(stage: int, dtype: str, size: int) -> None:
         engine.destroy()
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: `test_two_groups_of_two` accumulates, and test_parity_written_gradients.py
 @pytest.mark.fast_rows("4-2-fp32")
 @pytest.mark.parametrize(("world", "size", "dtype"), [(4, 2, "fp32"), (6, 2, "bf16")])
 def test_gradients_in_the_middle_of_an_accumulation(world: int, size: int, dtype: str) -> None:
@@ -232,7 +232,7 @@ def _whole(name: str, stage: int, dtype: str) -> None:
     check(through_engine(name, "odd_mlp", run), plain(name, CASES["odd_mlp"], run, ranks.world()), run, name, limit)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: test_parity_node_parameters.py has one
 @pytest.mark.fast_rows("Adafactor")
 @pytest.mark.parametrize("name", ["Adafactor", "RowScaled", "LAMB"])
 def test_optimizers_of_whole_tensors(name: str) -> None:
@@ -245,7 +245,7 @@ def _tensor_parallel(stage: int) -> None:
     tp_training.check_against_one_rank(CASES["gpt2"], 2, [run])
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: `test_two_groups_of_two` of test_tp_training.py
 @pytest.mark.fast_rows("4-1")
 @pytest.mark.parametrize(("world", "stage"), [(4, 1), (8, 3)])
 def test_tensor_parallelism(world: int, stage: int) -> None:
@@ -259,7 +259,7 @@ def _sequences(stage: int, size: int) -> None:
     sequences.compare(sequences.sliced(sequences.llama, run, data, 2), sequences.whole(sequences.llama, run, data, ranks.world() // 2))
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: `test_masks_and_stages_over_two_ranks` of test_sequence_training.py
 @pytest.mark.fast_rows("3-2")
 @pytest.mark.parametrize(("stage", "size"), [(1, 2), (3, 2)])
 def test_sequence_parallelism(stage: int, size: int) -> None:

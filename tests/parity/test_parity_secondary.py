@@ -35,7 +35,7 @@ def test_nodes_of_two_ranks(dtype: str, accumulation: int) -> None:
         ranks.run_ranks(_same_bits, 4, name, 2, dtype, accumulation)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: `test_nodes_of_two_ranks`
 @pytest.mark.fast_rows("6-3")
 @pytest.mark.parametrize(("world", "size"), [(6, 3), (6, 2)])
 def test_six_ranks(world: int, size: int) -> None:

@@ -53,7 +53,7 @@ def _shown(rows: list[loaded_types.Row]) -> list[str]:
     return [f"{row.name}: {text}" for row in rows for text in row.differences]
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: test_canary.py, and the other tests of this file
 @TRANSFORMERS_5
 def test_some_architectures_stay_as_loaded() -> None:
     rows = ranks.run_ranks(loaded_types.measure_each, 2, SOME, True)[0]
@@ -340,6 +340,6 @@ def _from_config() -> None:
         engine.destroy()
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: `test_a_model_built_inside_zero_init_has_the_same_types_and_numbers`
 def test_from_config_gives_the_same_types_at_all_stages() -> None:
     ranks.run_ranks(_from_config, 2)

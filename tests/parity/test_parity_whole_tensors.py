@@ -49,7 +49,7 @@ def test_bitwise_at_every_stage(name: str) -> None:
     ranks.run_ranks(_bitwise, 2, name, "odd_mlp", STAGES, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: `test_bitwise_on_two_ranks`
 @pytest.mark.fast_rows("3-RowScaled")
 @pytest.mark.parametrize(("world", "name"), [(1, "Adafactor groups"), (3, "RowScaled"), (4, "Adafactor groups")])
 def test_bitwise_on_other_numbers_of_ranks(world: int, name: str) -> None:
@@ -76,7 +76,7 @@ def test_16_bit(stage: int, dtype: str, name: str) -> None:
     ranks.run_ranks(_close, 2, name, "mlp", Run(stage=stage, dtype=dtype, clip=0.1, accumulation=2))
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: test_parity_trained_set.py has whole tensors and offloaded states
 @pytest.mark.fast_rows("Adafactor")
 @pytest.mark.parametrize("name", ["Adafactor", "RowScaled"])
 def test_states_on_the_host_and_shards_in_files(name: str, tmp_path: Any) -> None:
@@ -174,7 +174,7 @@ def _low_masters(stage: int) -> Trace:
     return _by_config(stage, {"type": "Adafactor", "params": {"lr": 1e-2}}, "bf16", bf16=bf16)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: `test_types_of_the_configuration_are_the_same_on_any_number_of_ranks_and_stages`
 def test_masters_in_16_bit() -> None:
     traces = [ranks.run_ranks(_low_masters, 2, stage)[0] for stage in (0, 3)]
     check(traces[1], traces[0], Run(dtype="bf16"), "16-bit masters", DRIFT)
@@ -328,7 +328,7 @@ def _over_slices(stages: tuple[int, ...]) -> None:
         compare(result, found[0], f"stage {stage}")
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: `test_bitwise_on_two_ranks`
 def test_ranks_that_share_their_sequences_are_owners_too() -> None:
     pytest.importorskip("transformers", minversion="5.0")
     ranks.run_ranks(_over_slices, 4, (0, 1, 3))

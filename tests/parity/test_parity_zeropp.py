@@ -78,7 +78,7 @@ def test_accumulation_and_clipping() -> None:
     _equals("odd_mlp", 2, zeropp(3, accumulation=2, clip=0.05, **keys), keys)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: `test_equals_plain_pytorch_bit_for_bit`
 def test_fp32_weights() -> None:
     _equals("odd_mlp", 2, zeropp(3, dtype="fp32", w=True), {"w": True})
 
@@ -359,7 +359,7 @@ def _offloaded(keys: dict[str, Any]) -> list[float]:
     return train(engine, lambda step, micro, rank: CASES["mlp"].rows(step, micro, rank), CASES["mlp"].forward, run).losses
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: test_parity_secondary.py has shards and states on the host
 def test_offload_changes_no_bit(tmp_path: Any) -> None:
     plain = ranks.run_ranks(_offloaded, 2, {})[0]
     nvme = {"device": "nvme", "nvme_path": str(tmp_path)}

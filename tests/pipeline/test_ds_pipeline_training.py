@@ -64,6 +64,6 @@ def check_four_ranks() -> None:
     check(Run(1, accumulation=2, clip=0.1), 1)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: `test_two_stages`
 def test_four_ranks() -> None:
     ranks.run_ranks(check_four_ranks, 4)

@@ -47,7 +47,7 @@ def check_resumed(folder: str, sizes: tuple[tuple[int, int], ...]) -> None:
         dist.barrier()
 
 
-@pytest.mark.parametrize("sizes", [((2, 1), (1, 2)), pytest.param(((1, 1), (2, 2)), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("sizes", [((2, 1), (1, 2)), pytest.param(((1, 1), (2, 2)), marks=pytest.mark.slow)], ids=["few", "others"])
 def test_resumed_over_other_stages(tmp_path: Path, sizes: tuple[tuple[int, int], ...]) -> None:
     """Of stages and ranks of a layer."""
     ranks.run_ranks(check_resumed, 4, str(tmp_path), sizes)

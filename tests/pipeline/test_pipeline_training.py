@@ -38,7 +38,7 @@ def check_four(every: bool) -> None:
         check(case, Run(1, clip=0.1), 2, tp=2)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: test_pipeline_mixed.py
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_four_ranks(every: bool) -> None:
     """The fast row leaves tensor parallelism to `test_parameters_that_are_single_numbers`."""
@@ -72,7 +72,7 @@ def check_numbers(every: bool) -> None:
         check_schedule(case, Run(1, accumulation=2, clip=0.1), 2, "1F1B")
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: `test_kinds_of_models`
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_parameters_that_are_single_numbers(every: bool) -> None:
     ranks.run_ranks(check_numbers, 4, every)
@@ -105,7 +105,7 @@ def check_autocast() -> None:
             assert abs(plain.norms[0] - norms[0]) > 1e-5 * norms[0], "autocast changed nothing"
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: `test_settings` in 16 bit
 def test_autocast() -> None:
     ranks.run_ranks(check_autocast, 2)
 

@@ -318,7 +318,7 @@ def test_profile_of_a_training_step(stage: int) -> None:
     assert "(transformer) GPT2Model" in text and "(h) ModuleList" in text and "(0) GPT2Block" not in text
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: `test_profile_of_a_training_step`
 def test_profile_goes_to_a_file_and_eval_engines_have_none(tmp_path: Path) -> None:
     path = tmp_path / "flops.txt"
     answers = ranks.run_ranks(_profile_of_an_engine, 1, 2, {"enabled": "true", "profile_step": 0, "output_file": str(path)})

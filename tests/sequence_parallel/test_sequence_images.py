@@ -91,7 +91,7 @@ def test_published_results_are_on_the_page() -> None:
     assert table(rows) == START + PAGE.read_text(encoding="utf-8").split(START)[1].split(STOP)[0] + STOP
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: `test_training_with_images_on_some_ranks`
 def test_some_are_what_was_published() -> None:
     assert [row.name for row in ranks.run_ranks(partial(each_of, measure), 2, SOME)[0] if not row.exact] == []
 

@@ -156,7 +156,7 @@ def checkpointed_with_dropout() -> tuple[list[float], float, list[float]]:
     return norms, losses[-1], torch.rand(3).tolist()
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: test_tp_training.py, test_parity_checkpointing.py
 def test_dropout_and_recomputation() -> None:
     (first, loss, state), (second, other_loss, other_state) = ranks.run_ranks(checkpointed_with_dropout, 2)
     assert first == second and loss == other_loss and state == other_state

@@ -46,7 +46,7 @@ def test_two_groups_of_two_at_every_stage(name: str) -> None:
     ranks.run_ranks(check_case, 4, name, 2, RUNS)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: `test_two_ranks_hold_one_model`; test_parity_matrix.py in 16 bit
 def test_bf16() -> None:
     ranks.run_ranks(check_case, 2, "llama", 2, [Run(stage=stage, dtype="bf16") for stage in (1, 3)])
 

@@ -159,7 +159,7 @@ def test_models_compute_their_loss_from_parts(name: str) -> None:
     ranks.run_ranks(model_losses, 2, name)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # fast: `test_training`
 def test_key_finds_the_head_by_its_name() -> None:
     model = zoo.build("LlamaForCausalLM")
     plan = make_plan(model, 2, overrides=overrides_of({"vocab_parallel_lm_head": True}, None, model))
