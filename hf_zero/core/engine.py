@@ -84,6 +84,7 @@ class Engine(nn.Module):
             self.runtime.backward.on_broken_off = WeakMethod(self._broke_off)
             self.runtime.on_zero_grad = WeakMethod(self._clear)
             self.runtime.on_clip, self.runtime.updated = partial(clip_waiting, ref(self)), WeakMethod(parts.optimizer.updated_tensors)
+            self.runtime.on_forward = partial(parts.optimizer.own.parts.take, forward=True)
             parts.optimizer.connect(self.step, self.zero_grad)
             if parts.stepper is not None:
                 parts.stepper.trained.on_joined = WeakMethod(self.joined)

@@ -132,6 +132,7 @@ class Runtime:
         on_clip: Called with parameters without ``grad`` whose gradients a script clips, the largest norm and its order; returns the norm
             before, or None if no gradients wait.
         updated: Returns the ids of the tensors that the engine's optimizer holds in place of parameters.
+        on_forward: Called when a forward of the module begins outside of a backward.
 
     Args:
         module: See the attribute.
@@ -160,6 +161,7 @@ class Runtime:
         self.on_zero_grad: WeakMethod[Callable[[Sequence[nn.Parameter]], frozenset[int]]] | None = None
         self.on_clip: Callable[[Sequence[torch.Tensor], float, float], torch.Tensor | None] | None = None
         self.updated: WeakMethod[Callable[[], set[int]]] | None = None
+        self.on_forward: Callable[[], None] | None = None
         self._outside_reads = OutsideReads(module, root, blocks, self.forward, self.backward)
         self._hooks: list[ForwardHooks] = []
         self._handles: list[Handle] = []
@@ -266,6 +268,8 @@ class Runtime:
             self.backward.break_off()
         if self.backward.reducer is not None and torch.is_grad_enabled():  # a backward may follow
             self.backward.reducer.shown.end()
+        if block is self.root and self.on_forward is not None:
+            self.on_forward()
         self.backward.outputs.follow()
         self.forward.enter(block)
 

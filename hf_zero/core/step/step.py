@@ -217,7 +217,9 @@ class Stepper:
         Raises:
             StateError: On every rank, if ranks have begun different numbers of micro-steps or have different hyper-parameters.
         """
-        look = WrittenValues(self.runtime.units(), self.collectives.data, self.runtime.idle)
+        parts = self.optimizer.own.parts
+        parts.take(forward=False)
+        look = WrittenValues(self.runtime.units(), self.collectives.data, self.runtime.idle, parts.refusal())
         alike = [same_pace(self.runtime.micro_steps)]
         if self.everyone is self.collectives.data:  # stages of a pipeline have units of their own
             alike.append(look.alike())
