@@ -310,6 +310,8 @@ class Reducer:
         self._home.end()
         if self._reduces and self._completes:
             self.shown.begin()
+        else:
+            self.shown.reads.open(complete=False)
         self._reset()
         return errors
 
@@ -404,6 +406,7 @@ class Reducer:
         """Discard all gradients, including gradients that scripts have set."""
         self._home.end()
         self.added_to.clear()
+        self.shown.reads.drop()
         self.shown.end()
         self.shown.replaced = False
         for entry in self.gradients:

@@ -337,6 +337,19 @@ class Runtime:
         if self.schedule is None:
             self.detach()
 
+    def read_gradient(self, unit: Unit, index: int) -> torch.Tensor | None:
+        """Return ``param.grad`` of a parameter for which torch has none; see ``ReadGradients.read``."""
+        return None if self.backward.reducer is None else self.backward.reducer.shown.reads.read(unit, index)
+
+    def write_gradient(self, unit: Unit, index: int, value: torch.Tensor | None) -> bool:
+        """Take ``param.grad = value``, and return whether it was taken; see ``ReadGradients.write``."""
+        return self.backward.reducer is not None and self.backward.reducer.shown.reads.write(unit, index, value)
+
+    def mark_read(self, unit: Unit) -> None:
+        """Serve reads of ``param.grad`` in a unit that a script has just unsharded; local."""
+        if self.backward.reducer is not None:
+            self.backward.reducer.shown.reads.mark(unit)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         return self
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
-from weakref import ref
+from weakref import WeakMethod, ref
 
 import torch
 
@@ -16,7 +16,7 @@ from hf_zero.core.schedule.hops import GradientExchange, GradientPolicy
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.stages import StagePolicy
-from hf_zero.core.step.agreement import Agreed, agree, same_clipping, same_groups, same_pace
+from hf_zero.core.step.agreement import Agreed, agree, same_call, same_clipping, same_groups, same_pace
 from hf_zero.core.step.grad_norm import clip_factor, first_non_finite, global_norm, model_axis
 from hf_zero.core.step.precision import LossScaler
 from hf_zero.core.step.spikes import StepWatch
@@ -33,6 +33,8 @@ _CHANGED = 1  # the norm of the gradients as they are now is not known
 _WRITTEN = 2  # a script has written gradients
 _ADDED = 3  # a backward has added to a gradient that a script had written
 _REFUSED = 4  # a script has written values to a parameter that cannot accept them
+_STEPS = same_call("step()")
+_ANSWERS = 3  # numbers in the message of a vote
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,14 @@ class StepSettings:
         stage: The ZeRO stage.
         skips_overflow: Whether the update is skipped when a gradient is not finite.
         wants_all: Whether every trainable parameter must have had a gradient on every rank.
+        shows_gradients: Whether scripts can read ``param.grad`` where gradients are sharded.
     """
 
     max_norm: float
     stage: StagePolicy
     skips_overflow: bool
     wants_all: bool = False
+    shows_gradients: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,6 +140,8 @@ class Stepper:
         self._averaged: int | None = None  # result of ``OtherGroups.average`` for the coming step
         self._measured: Measured | None = None  # norm of the coming step
         optimizer.own.change = self.change_masters
+        if settings.shows_gradients:
+            reducer.shown.reads.meet = WeakMethod(self.meet)
         self._look_at_units()
 
     def _look_at_units(self) -> None:
@@ -220,7 +226,7 @@ class Stepper:
         parts = self.optimizer.own.parts
         parts.take(forward=False)
         look = WrittenValues(self.runtime.units(), self.collectives.data, self.runtime.idle, parts.refusal())
-        alike = [same_pace(self.runtime.micro_steps)]
+        alike = [_STEPS, same_pace(self.runtime.micro_steps)]
         if self.everyone is self.collectives.data:  # stages of a pipeline have units of their own
             alike.append(look.alike())
         alike.append(self.trained.alike())  # also removes tensors that a script has added to the groups
@@ -234,6 +240,15 @@ class Stepper:
         if answers[0] == _ADDED:
             refuse_added(self.reducer, self.everyone)
         return Agreed(answers[0] >= _WRITTEN, answers[1], bool(answers[2]), answers[0] >= _CHANGED)
+
+    def meet(self, what: str) -> None:
+        """Wait for all ranks before a collective operation that the script begins, between backward and step; collective, on the host.
+
+        Raises:
+            StateError: On every rank, if some ranks do something else.
+        """
+        if self.everyone.world > 1:
+            agree(self.everyone, [same_call(what)], [0] * _ANSWERS)
 
     def _has_changed(self) -> bool:
         """Return whether ``measure`` has not taken the norm of the gradients as they are now; local."""
@@ -288,6 +303,7 @@ class Stepper:
 
     def reduced(self) -> list[torch.Tensor]:
         """Return the reduced gradients of the trained units, in their order, ready to be read."""
+        self.reducer.shown.reads.fold()
         with span("finish_reduce"):
             shards = [self._gradients[id(unit)].reduced() for unit in trained_of(self.optimizer.units)]
         self.optimizer.state_store.halt()
