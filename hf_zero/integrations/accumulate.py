@@ -300,7 +300,10 @@ def clip_grad_norm_(method: Callable[..., Any], accelerator: Any, parameters: An
     if loop is not None:
         loop.clips = True
     norm = _norm_of_waiting(engine)
-    return engine.get_global_grad_norm() if norm is None else norm
+    if norm is None:
+        return engine.get_global_grad_norm()
+    engine.stepper.note_clipping(engine.progress.last_norm)  # type: ignore[union-attr, arg-type]  # an update waits, and has been measured
+    return norm
 
 
 def _engine_of(accelerator: Any, params: Sequence[torch.Tensor]) -> Any:

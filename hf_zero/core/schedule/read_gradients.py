@@ -46,12 +46,14 @@ class ReadGradients:
 
     Attributes:
         meet: Votes on what the rank is about to do; set if reads are served.
-        prepare: Called before gradients are read; may change them.
+        lent: Whether the script has parts of the waiting gradients in their own memory, which it can write through ``data`` uncounted.
+        prepare: Called once before waiting gradients are read or replaced; may change them.
     """
 
     def __init__(self, gradients: Sequence[UnitGradients]) -> None:
         self.meet: WeakMethod[Callable[[str], None]] | None = None
-        self.prepare: Callable[[], None] | None = None
+        self.prepare: WeakMethod[Callable[[], None]] | None = None
+        self.lent = False
         self._gradients = gradients
         self._open = self._complete = False
         self._served: dict[tuple[int, int], _Served] = {}  # by id of the unit and position
@@ -71,6 +73,17 @@ class ReadGradients:
         if self._open and unit.trainable:
             mark_waiting(unit.params)
 
+    def mark_all(self) -> None:
+        """Notice reads of gradients that torch has, too; local."""
+        for entry in self._gradients if self._open else ():
+            mark_waiting(entry.unit.params)
+
+    def begin(self) -> None:
+        """Prepare for a read of waiting gradients, or for a write to them; local."""
+        prepare, self.prepare = self.prepare() if self.prepare is not None else None, None
+        if prepare is not None:
+            prepare()
+
     def close(self) -> None:
         """Copy changes back and serve no more reads; local."""
         if self._open:
@@ -83,25 +96,33 @@ class ReadGradients:
             self._forget_all()
 
     def _forget_all(self) -> None:
-        self._open = self._complete = False
+        self._open = self._complete = self.lent = False
+        self.prepare = None
         self._served.clear()
         for entry in self._gradients:
-            if entry.exchange.policy.sharded:
-                unmark_waiting(entry.unit.params)
+            unmark_waiting(entry.unit.params)
 
     # -- what a script does ----------------------------------------------------------------------------------------------
 
-    def read(self, unit: Unit, index: int) -> torch.Tensor | None:
+    def read(self, unit: Unit, index: int, found: torch.Tensor | None) -> torch.Tensor | None:
         """Return the whole gradient of a parameter, of its full shape, with the loss scale; None if there is none, or it is not served.
 
         Collective if it is served: every rank reads the same parameter.
+
+        Args:
+            unit: Unit of the parameter.
+            index: Position of the parameter in it.
+            found: The gradient that torch has; returned if there is one.
 
         Raises:
             StateError: On every rank, if another rank does not read it.
         """
         entry = self._entry(unit)
-        if entry is None or not entry.exchange.policy.sharded or not _is_script(sys._getframe(3)):
-            return None
+        if entry is None or not _is_script(sys._getframe(3)):
+            return found
+        if found is not None or not entry.exchange.policy.sharded:
+            self.begin()
+            return found
         name, meet = unit.layout.slots[index].name, self.meet() if self.meet is not None else None
         if not self._complete or meet is None or not entry.exchange.reduces:
             if self._complete not in self._warned and (entry.shard is not None or entry.has_local):
@@ -112,8 +133,7 @@ class ReadGradients:
         if served is not None:
             return served.tensor
         meet(f"read {name}.grad")
-        if self.prepare is not None:
-            self.prepare()
+        self.begin()
         held = entry.held()
         if held is None:
             return None
@@ -136,7 +156,10 @@ class ReadGradients:
         entry = self._entry(unit)
         if entry is None or not self._complete or not entry.exchange.reduces or not _is_script(sys._getframe(3)):
             return False
+        self.begin()
         slot = unit.layout.slots[index]
+        if not entry.exchange.policy.sharded:
+            return False
         if value is None:
             self.forget(unit, index)
             unit.shard_part(index, entry.writable(index)).zero_()

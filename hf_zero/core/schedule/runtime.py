@@ -337,9 +337,9 @@ class Runtime:
         if self.schedule is None:
             self.detach()
 
-    def read_gradient(self, unit: Unit, index: int) -> torch.Tensor | None:
-        """Return ``param.grad`` of a parameter for which torch has none; see ``ReadGradients.read``."""
-        return None if self.backward.reducer is None else self.backward.reducer.shown.reads.read(unit, index)
+    def read_gradient(self, unit: Unit, index: int, found: torch.Tensor | None) -> torch.Tensor | None:
+        """Return ``param.grad`` of a parameter for which torch has ``found``; see ``ReadGradients.read``."""
+        return found if self.backward.reducer is None else self.backward.reducer.shown.reads.read(unit, index, found)
 
     def write_gradient(self, unit: Unit, index: int, value: torch.Tensor | None) -> bool:
         """Take ``param.grad = value``, and return whether it was taken; see ``ReadGradients.write``."""

@@ -92,6 +92,11 @@ class ShownGradients:
             if param.grad is None:
                 view.zero_()
 
+    def begin_read(self, params: Iterable[torch.Tensor] | None = None) -> None:
+        """Bring the waiting gradients up to date for a reader or a writer; ``params`` as for ``drop_removed``. Local."""
+        self.reads.begin()
+        self.drop_removed(params)
+
     def is_written(self, param: torch.Tensor) -> bool:
         """Return whether a script has assigned a gradient to ``param``, which the coming step uses instead of the reduced one; local."""
         return param.grad is not None and not self.has(param)

@@ -139,6 +139,8 @@ class Stepper:
         self.groups: OtherGroups | None = None  # set by layers above
         self._averaged: int | None = None  # result of ``OtherGroups.average`` for the coming step
         self._measured: Measured | None = None  # norm of the coming step
+        self._clips_by: torch.Tensor | None = None  # norm by which the script has clipped the waiting gradients
+        self._clipped: torch.Tensor | None = None  # the same once they are clipped: the step clips no more
         optimizer.own.change = self.change_masters
         if settings.shows_gradients:
             reducer.shown.reads.meet = WeakMethod(self.meet)
@@ -171,7 +173,7 @@ class Stepper:
 
     def prepare(self, boundary: bool) -> None:
         """Prepare optimizer and units for a backward."""
-        self._averaged = None  # of a step that was measured and not taken
+        self._averaged = self._clips_by = self._clipped = None  # of a step that was measured and not taken
         self.optimizer.state_store.expect(self.scaler.scale if boundary else None)
 
     def norm_of(self, shards: Sequence[torch.Tensor], beside: torch.Tensor | None = None) -> torch.Tensor:
@@ -252,7 +254,8 @@ class Stepper:
 
     def _has_changed(self) -> bool:
         """Return whether ``measure`` has not taken the norm of the gradients as they are now; local."""
-        return self._measured is None or not self._measured.is_of(self.reduced(), self.runtime.micro_steps)
+        lent = self.reducer.shown.reads.lent  # may be written in ways that no counter shows
+        return lent or self._measured is None or not self._measured.is_of(self.reduced(), self.runtime.micro_steps)
 
     def signal_of_any(self) -> int:
         """Return the number of a signal that some rank has received, outside of a step; 0 for none. Collective, on the host; waits for
@@ -284,6 +287,27 @@ class Stepper:
         shards = self.reduced()
         self._average(shards)
         return self.norm_of(shards) / self.scaler.scale
+
+    def note_clipping(self, norm: torch.Tensor) -> None:
+        """Note that a script clips the waiting gradients, whose norm is ``norm`` (0-dim, without loss scale); local.
+
+        [Note: clipped for readers] The step clips in the same pass in which it updates, and code that runs between the two would see
+        gradients that are not clipped. So they are clipped when such code reads or replaces one, and then the step clips no more.
+        """
+        if self.settings.max_norm > 0 and type(self) is Stepper and self.groups is None:
+            self._clips_by = norm
+            self.reducer.shown.reads.prepare = WeakMethod(self._clip_for_readers)
+            self.reducer.shown.reads.mark_all()
+
+    @torch.no_grad()
+    def _clip_for_readers(self) -> None:
+        norm, self._clips_by = self._clips_by, None
+        if norm is not None:
+            factor = clip_factor(norm, self.settings.max_norm)
+            self.reducer.shown.reads.forget_read()
+            for shard in self.reduced():
+                shard.mul_(factor.to(shard.device, shard.dtype))
+            self._clipped = norm
 
     def _average(self, shards: Sequence[torch.Tensor]) -> int:
         """Average the reduced gradients over replica groups, once per step; return the number of groups, see ``StepResult.groups``."""
@@ -335,6 +359,7 @@ class Stepper:
             else:
                 scaled_norm = self._measured.norm
             self._measured = None
+        clipped, self._clips_by, self._clipped = self._clipped, None, None
         overflow = self.settings.skips_overflow and not bool(torch.isfinite(scaled_norm))
         norm = torch.full_like(scaled_norm, math.inf) if overflow else scaled_norm / self.scaler.scale
         culprit = ""
@@ -346,7 +371,8 @@ class Stepper:
         else:
             self.optimizer.begin_step()
             with span("clip"):
-                factor = clip_factor(norm, self.settings.max_norm) / self.scaler.scale
+                factor = clip_factor(norm, 0.0 if clipped is not None else self.settings.max_norm) / self.scaler.scale
+                norm = norm if clipped is None else clipped
             with span("update"):
                 self._prepare_update()
                 spreads: list[Pending | None] = []

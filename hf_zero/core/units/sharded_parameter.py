@@ -179,8 +179,8 @@ class _Waiting:
         """Return the gradient, as for any tensor; while sharded gradients wait for a step, whole or None."""
         with _WITHOUT_FUNCTION():
             found: torch.Tensor | None = _GRAD.__get__(self)
-        if found is None and (training := _training_of(self)) is not None:
-            found = training.read_gradient(*vars(self)[OWNER])
+        if (training := _training_of(self)) is not None:
+            found = training.read_gradient(*vars(self)[OWNER], found)
         return found
 
     @grad.setter
