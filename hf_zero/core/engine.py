@@ -297,7 +297,7 @@ class Engine(nn.Module):
         Returns:
             The ids of the parameters whose ``grad`` must stay: one that joins at the coming step has its gradients so far there.
         """
-        self.runtime.forget_broken()
+        self.runtime.begin_clearing()
         if self.stepper is None:
             return frozenset()
         given, count = set(map(id, params)), self.accumulation

@@ -103,7 +103,8 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     """Return the unsharded gradient of ``param`` that the next step will use, averaged over ranks, without loss scale; collective.
 
     Returns:
-        A new tensor; None if there is no gradient, because it is not between backward and step.
+        A new tensor; None if there is no gradient. In a loop over accelerate the gradients of a step stay until ``zero_grad`` or the next
+        forward, see [Note: gradients after a step].
 
     Raises:
         StateError: A script has written a gradient to ``param.grad`` that the step would refuse; on every rank.
@@ -116,7 +117,9 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     training.shown.begin_read([param])
     grad = written_gradient(training.gradients, owner[1], training.shown, _everyone(training.gradients))
     grad = grad if grad is not None else _summed(training, *owner)
-    return grad if grad is None or training.scaler.scale == 1.0 else grad / training.scaler.scale
+    if grad is None:
+        return training.shown.reads.of_last_step(*owner)
+    return grad if training.scaler.scale == 1.0 else grad / training.scaler.scale
 
 
 def _summed(training: Training, unit: Unit, index: int) -> torch.Tensor | None:

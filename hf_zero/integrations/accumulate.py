@@ -128,6 +128,8 @@ def _begun(engine: Engine) -> _Loop:
     assert isinstance(engine.optimizer, ShardedOptimizer)
     if engine.optimizer not in _loops:
         script_values.require_own_batch(engine)
+        if engine.stepper is not None:
+            engine.stepper.keeps = True  # zero_grad() follows each step, and scripts read gradients before it
     return _loops.setdefault(engine.optimizer, _Loop())
 
 
@@ -266,7 +268,10 @@ def zero_grad(method: Callable[..., None], wrapper: Any, *args: Any, **kwargs: A
     """
     method(wrapper, *args, **kwargs)
     loop = _loop_of(wrapper)
-    if loop is None or not loop.waiting or not _gradient_state().sync_gradients:
+    if loop is None or not _gradient_state().sync_gradients:
+        return
+    if not loop.waiting:
+        wrapper.optimizer.engine.runtime.begin_clearing()
         return
     loop.waiting, loop.dropped = 0, loop.dropped + (not loop.steps)
     if loop.dropped > _MOST:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from weakref import WeakMethod
 
@@ -41,6 +41,10 @@ class ReadGradients:
     looks. A whole gradient that the script does not hold any more is freed at the next read, so a loop over all parameters needs the
     memory of one. Otherwise a read returns None, as with DeepSpeed, and a warning names the way that works.
 
+    [Note: gradients after a step] In plain PyTorch gradients stay until ``zero_grad``, and scripts read them after the step (AdaLoRA does).
+    Where a loop is known to call ``zero_grad`` soon, the reduced gradients of the step stay until then, or until the next forward that may
+    train: as the step has used them, clipped and without loss scale. A native pass scales them on the way, so the factor is kept too.
+
     Args:
         gradients: Gradients of all trainable units; a list that may change.
 
@@ -57,6 +61,7 @@ class ReadGradients:
         self._gradients = gradients
         self._open = self._complete = False
         self._served: dict[tuple[int, int], _Served] = {}  # by id of the unit and position
+        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # gradients of the last step, by id of the unit, and factors
         self._warned = set[bool]()  # whether the gradients were complete when a warning was given
 
     def open(self, complete: bool) -> None:
@@ -99,8 +104,47 @@ class ReadGradients:
         self._open = self._complete = self.lent = False
         self.prepare = None
         self._served.clear()
+        self._kept.clear()
         for entry in self._gradients:
             unmark_waiting(entry.unit.params)
+
+    # -- after a step ----------------------------------------------------------------------------------------------------
+
+    @property
+    def keeps(self) -> bool:
+        """Return whether gradients of the last step are kept."""
+        return bool(self._kept)
+
+    def keep(self, gradients: Iterable[tuple[Unit, torch.Tensor, torch.Tensor | None]]) -> None:
+        """Serve reads of the gradients of a step that has ended; local.
+
+        Args:
+            gradients: For each unit its gradient, (shard_numel,), and the 0-dim factor by which it is still to be multiplied, or None.
+        """
+        self._kept = {id(unit): (shard, factor) for unit, shard, factor in gradients}
+        self._open = self._complete = True
+        scales = any(factor is not None for _, factor in self._kept.values())
+        self.prepare = WeakMethod(self._scale_kept) if scales else None
+        for entry in self._gradients:
+            if scales or entry.exchange.policy.sharded:
+                mark_waiting(entry.unit.params)
+
+    @torch.no_grad()
+    def _scale_kept(self) -> None:
+        for key, (shard, factor) in self._kept.items():
+            if factor is not None:
+                near = factor.to(shard.device)
+                # In place, because ``param.grad`` may show it; a product with the inverse of a loss scale may need a wider type.
+                wide = torch.promote_types(shard.dtype, torch.float32)
+                self._kept[key] = (shard.mul_(near) if wide == shard.dtype else shard.to(wide).mul_(near)), None
+
+    def of_last_step(self, unit: Unit, index: int) -> torch.Tensor | None:
+        """Return the whole gradient of the last step, a new tensor without loss scale; None if it is not kept. Collective."""
+        self.begin()
+        kept = self._kept.get(id(unit))
+        if kept is None:
+            return None
+        return whole_from_owners(unit, index, kept[0], f"{unit.name}: gradient").view(unit.layout.slots[index].shape)
 
     # -- what a script does ----------------------------------------------------------------------------------------------
 
@@ -125,7 +169,7 @@ class ReadGradients:
             return found
         name, meet = unit.layout.slots[index].name, self.meet() if self.meet is not None else None
         if not self._complete or meet is None or not entry.exchange.reduces:
-            if self._complete not in self._warned and (entry.shard is not None or entry.has_local):
+            if self._complete not in self._warned and (entry.shard is not None or entry.has_local or self._kept):
                 self._warned.add(self._complete)
                 warn_once(_unserved(name, self._complete))
             return None
@@ -136,7 +180,7 @@ class ReadGradients:
         self.begin()
         held = entry.held()
         if held is None:
-            return None
+            return self.of_last_step(unit, index)
         self._free_unheld()
         whole = whole_from_owners(unit, index, held, f"{unit.name}: gradient").view(unit.layout.slots[index].shape)
         self._served[id(unit), index] = _Served(entry, index, whole)
@@ -154,7 +198,7 @@ class ReadGradients:
             Whether it was set here; otherwise the assignment is torch's.
         """
         entry = self._entry(unit)
-        if entry is None or not self._complete or not entry.exchange.reduces or not _is_script(sys._getframe(3)):
+        if entry is None or self._kept or not self._complete or not entry.exchange.reduces or not _is_script(sys._getframe(3)):
             return False
         self.begin()
         slot = unit.layout.slots[index]

@@ -402,12 +402,13 @@ class Reducer:
         self._sort()
         return ""
 
-    def clear(self) -> None:
-        """Discard all gradients, including gradients that scripts have set."""
+    def clear(self, shows: bool = False) -> None:
+        """Discard all gradients, including gradients that scripts have set; ``shows``: leave those that ``param.grad`` shows there."""
         self._home.end()
         self.added_to.clear()
         self.shown.reads.drop()
-        self.shown.end()
+        if not shows:
+            self.shown.end()
         self.shown.replaced = False
         for entry in self.gradients:
             entry.clear()

@@ -310,6 +310,12 @@ class Runtime:
         if self.backward.begun and not self.backward.mixed and not in_backward():
             self.backward.break_off()
 
+    def begin_clearing(self) -> None:
+        """Prepare for a script that clears gradients: end a broken backward, and forget the gradients of the last step."""
+        self.forget_broken()
+        if self.backward.reducer is not None and self.backward.reducer.shown.reads.keeps:
+            self.backward.reducer.shown.end()
+
     def require_forward(self, what: str) -> None:
         """Raise if the last forward raised on this rank and other ranks wait for it; collective then.
 

@@ -114,6 +114,8 @@ class ShownGradients:
     def replace_written(self, param: torch.Tensor) -> None:
         """Note that a script has set the gradient of the coming step, and discard a gradient that it assigned to ``param.grad``; local."""
         self.replaced = True
+        if self.reads.keeps:
+            self.end()
         if (owner := find_unit(param)) is not None:
             self.reads.forget(*owner)
         param.grad = self._views[id(param)][1] if id(param) in self._views else None

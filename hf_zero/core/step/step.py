@@ -139,6 +139,7 @@ class Stepper:
         self.groups: OtherGroups | None = None  # set by layers above
         self._averaged: int | None = None  # result of ``OtherGroups.average`` for the coming step
         self._measured: Measured | None = None  # norm of the coming step
+        self.keeps = False  # whether readers find the gradients after the step, until ``zero_grad``
         self._clips_by: torch.Tensor | None = None  # norm by which the script has clipped the waiting gradients
         self._clipped: torch.Tensor | None = None  # the same once they are clipped: the step clips no more
         optimizer.own.change = self.change_masters
@@ -363,7 +364,7 @@ class Stepper:
         overflow = self.settings.skips_overflow and not bool(torch.isfinite(scaled_norm))
         norm = torch.full_like(scaled_norm, math.inf) if overflow else scaled_norm / self.scaler.scale
         culprit = ""
-        skipped = overflow
+        skipped, pending, counts = overflow, torch.tensor(1.0 / self.scaler.scale), [shard._version for shard in shards]
         if overflow:
             culprit = self.culprit_of(shards)
         elif watch is not None and watch.skips(norm, loss, self.everyone.world):
@@ -372,7 +373,7 @@ class Stepper:
             self.optimizer.begin_step()
             with span("clip"):
                 factor = clip_factor(norm, 0.0 if clipped is not None else self.settings.max_norm) / self.scaler.scale
-                norm = norm if clipped is None else clipped
+                norm, pending = norm if clipped is None else clipped, factor
             with span("update"):
                 self._prepare_update()
                 spreads: list[Pending | None] = []
@@ -381,7 +382,11 @@ class Stepper:
         self.optimizer.overflow, self.optimizer.norm = skipped, norm
         if not skipped:
             self.optimizer.end_step()
-        self.reducer.clear()
+        keeps = self.keeps and self.reducer.exchange.reduces and self.everyone is self.collectives.data
+        self.reducer.clear(shows=keeps)
+        if keeps:
+            unscaled = [None if shard._version != count else pending for shard, count in zip(shards, counts, strict=True)]
+            self.reducer.shown.reads.keep(zip(trained_of(self.optimizer.units), shards, unscaled, strict=True))
         if overflow:
             log_rank0("step skipped: the gradient of %s is not finite at loss scale %g", culprit, self.scaler.scale)
         scale = self.scaler.scale
