@@ -25,6 +25,8 @@ from hf_zero.core.schedule.backward_phase import BackwardPhase, release_held
 from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.forward_hooks import RAISED, ForwardHooks
 from hf_zero.core.schedule.outside_reads import OutsideReads
+from hf_zero.core.schedule.plain_pickles import make_picklable
+from hf_zero.core.schedule.plain_pickles import undo as undo_picklable
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.schedule import ForwardPhase, UnshardSchedule
 from hf_zero.core.schedule.torch_internals import around_clipping, before_zero_grad, compiled_call, in_backward, is_compiled_wrapper
@@ -181,6 +183,7 @@ class Runtime:
             before.detach()
         unguard_unprepared(self.module)
         self.module.__dict__[_ATTRIBUTE] = self
+        make_picklable(self.module)
         _attached.add(self)
         before_zero_grad(_clear)
         around_clipping(_clip)
@@ -229,6 +232,7 @@ class Runtime:
         self.backward.detach()
         self._outside_reads.detach()
         _attached.discard(self)
+        undo_picklable(self.module)
         if self.module.__dict__.get(_ATTRIBUTE) is self:
             del self.module.__dict__[_ATTRIBUTE]
 

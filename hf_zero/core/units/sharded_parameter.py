@@ -213,6 +213,11 @@ def _training_of(param: Any) -> Any:
 class WaitingParameter(_Waiting, nn.Parameter):
     """An unsharded ``nn.Parameter`` whose sharded gradient waits for a step."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = super().__deepcopy__(memo)
+        copied.__class__ = nn.Parameter
+        return copied
+
 
 def mark_waiting(params: Iterable[nn.Parameter | None]) -> None:
     """Give unsharded parameters the class whose ``grad`` the engine serves."""
@@ -301,7 +306,7 @@ def set_class(param: torch.Tensor, empty: bool) -> None:
 
 def whole_class(kind: type[Any]) -> type[Any]:
     """Return the class that a parameter of class ``kind`` has while it is unsharded."""
-    return kind.__mro__[kind.__mro__.index(_Empty) + 1] if issubclass(kind, _Empty) else kind
+    return kind.__mro__[kind.__mro__.index(_Waiting) + 1] if issubclass(kind, _Waiting) else kind
 
 
 @cache
