@@ -89,10 +89,16 @@ def backward(method: Callable[..., None], wrapper: Any, loss: Any, *args: Any, *
     """Replace ``DeepSpeedEngineWrapper.backward``: leave the update to ``optimizer.step()`` ([Note: when accelerate steps]).
 
     Raises:
-        StateError: Many updates wait, and the loop never calls ``optimizer.step()``.
+        StateError: Many updates wait, and the loop never calls ``optimizer.step()``; or the model was prepared without an optimizer.
         ConfigError: The loader's batch size differs from the configuration's.
     """
     engine = wrapper.engine
+    if isinstance(engine, Engine) and engine.stepper is None and not engine.destroyed:
+        raise StateError(
+            "accelerator.backward(): the model was prepared without an optimizer, so nothing would train it. An engine gets model and "
+            "optimizer together, and accelerator.prepare(optimizer) in a call of its own does not reach it: write model, optimizer = "
+            "accelerator.prepare(model, optimizer), with the loaders and the scheduler in the same call"
+        )
     if not isinstance(engine, Engine) or not isinstance(engine.optimizer, ShardedOptimizer):
         return method(wrapper, loss, *args, **kwargs)
     loop = _begun(engine)

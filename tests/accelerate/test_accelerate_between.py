@@ -242,6 +242,12 @@ def _several_models(stage: int) -> None:
         for model in (first, second):
             model.destroy()
     # Of one model: an optimizer for each part is refused, one that was not prepared with it too, and a second one in its place trains.
+    with _accelerator(stage) as accelerator:
+        model = _build()
+        prepared = [accelerator.prepare(part) for part in (model, _sgd(model))]
+        with pytest.raises(StateError, match=r"prepared without an optimizer.*accelerator\.prepare\(model, optimizer\)"):
+            accelerator.backward(prepared[0](_rows(0)).square().mean())
+        prepared[0].destroy()
     with _accelerator(stage, gradient_accumulation_steps=2) as accelerator:
         model = _build()
         with pytest.raises(UnsupportedError, match=r"given 2 optimizers \(SGD, SGD\)"):
