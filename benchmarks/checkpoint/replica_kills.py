@@ -85,6 +85,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=3)
     parser.add_argument("--per-run", type=int, default=20, help="kills of one run")
     parser.add_argument("--every", type=int, default=4, help="steps between two checkpoints of the job that restarts from the disk")
+    parser.add_argument("--heartbeat", type=int, default=1000, help="milliseconds of silence after which a group is left out")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     chance = random.Random(options.seed)
@@ -97,7 +98,10 @@ def main() -> None:
         of_nodes = min(nodes, kills, -(-options.nodes * kills // options.kills))
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            plan = plan_of(chance, kills, of_nodes, options.groups)
+            # A machine with other work may keep a group silent for so long: it ends with an error, and is started again.
+            plan = {**plan_of(chance, kills, of_nodes, options.groups), "heartbeat": options.heartbeat, "failures": kills}
+            plan["timeout"] = 4 * options.heartbeat // 1000
+            plan["limit"] *= 4
             run(plan, folder)
             steps += len(check(folder, plan))
             for death in deaths_of(folder):

@@ -102,6 +102,7 @@ class Engine(ConfiguredEngine):
     train_batch = requests.train_batch
     allreduce_gradients = requests.allreduce_gradients
     _backward_epilogue = requests.backward_epilogue
+    _broadcast_model = requests.broadcast_model
     no_sync = requests.no_sync  # type: ignore[assignment]  # core's takes an argument
     coalesce_grad_reduction = requests.coalesce_grad_reduction
     set_train_batch_size = requests.set_train_batch_size

@@ -204,6 +204,7 @@ def _between(stage: int) -> None:
                 loop.model.destroy()
 
 
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
 def test_what_a_script_does_before_the_step_counts(stage: int) -> None:
     ranks.run_ranks(_between, 2, stage)
@@ -284,6 +285,7 @@ def _several_models(stage: int) -> None:
         engine.destroy()
 
 
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
 def test_several_models_of_one_accelerator(stage: int) -> None:
     ranks.run_ranks(_several_models, 2, stage)

@@ -244,6 +244,7 @@ def _stand_ins() -> None:
             prepare(optimizer, scheduler, 0.25)
 
 
+@pytest.mark.fast_rows("2")
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_norm_that_a_script_clips_to_is_the_one_that_counts(world: int) -> None:
     ranks.run_ranks(_clipping, world)

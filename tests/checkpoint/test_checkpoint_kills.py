@@ -63,6 +63,7 @@ def test_one_rank_killed_while_it_writes(tmp_path: Path, reference: Any, backgro
     assert _resume(Plan(str(tmp_path), 3), reference) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "phase",
     [

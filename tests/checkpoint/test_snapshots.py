@@ -118,6 +118,11 @@ def _written(engine: Any) -> Path:
     return Path(engine.checkpoints.snapshot_folder)
 
 
+def _files_in(folder: Path) -> dict[str, int]:
+    """Return the files of ranks in a snapshot with their places in the file system."""
+    return {path.name: path.stat().st_ino for path in folder.glob("*.safetensors")}
+
+
 def _refusals(folder: Path) -> list[str]:
     told: list[str] = []
     logger.addHandler(handler := logging.Handler())
@@ -145,8 +150,11 @@ def _refusals(folder: Path) -> list[str]:
     # Room for two: the older of them goes before the next one is written.
     with mock.patch.object(snapshots, "_free", lambda folder: nbytes * (2 - len(list(folder.glob("global_step*"))))):
         for step in (8, 10):
+            places = _files_in(kept / "global_step4")
             train(first, step, "bf16", seen)
             _written(first)  # a snapshot that is still being written leaves the next one out
+    assert places and places == _files_in(kept / "global_step10"), "each file was written over the one of the snapshot before the last"
+    assert sorted(path.name for path in kept.glob("global_step*")) == ["global_step10", "global_step8"]
     first.save_checkpoint(folder / "disk", tag="global_step7")
     assert first.load_checkpoint(folder / "disk")[0] == str(folder / "disk" / "global_step7"), "no snapshot after the first step"
     after: Any = _engine(folder)
@@ -164,7 +172,9 @@ def _refusals(folder: Path) -> list[str]:
     explicit: Any = _engine(folder)
     assert explicit.load_checkpoint(folder / "disk", tag="global_step7")[0] == str(folder / "disk" / "global_step7")
     train(explicit, explicit.global_steps + 2, "bf16", [])
-    assert [path.name for path in _written(explicit).glob("global_step*")] == ["global_step12"], "what was left behind is gone"
+    left = [path.name for path in _written(explicit).glob("global_step*")]
+    torch.distributed.barrier()  # rank 0 removes the folder at the end, and rank 1 looks first
+    assert left == ["global_step12"], f"what was left behind is gone: {left}"
     explicit.destroy()
     torch.distributed.barrier()
     assert not kept.exists()

@@ -81,6 +81,7 @@ def _right_and_unscaled(stage: int, dtype: str) -> None:
     engine.destroy()
 
 
+@pytest.mark.fast_rows("3-fp16", "2-fp32")
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 @pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
 def test_gradients_of_inputs_are_right_and_unscaled(stage: int, dtype: str) -> None:
@@ -150,6 +151,8 @@ def _recomputed(stage: int) -> None:
     check_bitwise(*traces, "reentrant")
 
 
+@pytest.mark.slow
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
 def test_recomputation_in_a_backward_for_inputs(stage: int) -> None:
     ranks.run_ranks(_recomputed, 2, stage)
@@ -181,6 +184,7 @@ def _penalty(stage: int, transform: bool, gather: bool) -> None:
     engine.destroy()
 
 
+@pytest.mark.fast_rows("3-autograd", "2-gathered", "3-torch.func")
 @pytest.mark.parametrize(("transform", "gather"), [(False, False), (False, True), (True, True)], ids=["autograd", "gathered", "torch.func"])
 @pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
 def test_gradient_penalties(stage: int, transform: bool, gather: bool) -> None:

@@ -66,6 +66,7 @@ def check_listed() -> None:
         check_training(make, mixed(MIXTRAL), forward, with_experts(Run(stage, clip=0.1), 2), label="LoRA on a list of experts")
 
 
+@pytest.mark.slow
 def test_files_of_peft(tmp_path: Path) -> None:
     build(MIXTRAL).save_pretrained(tmp_path / "base", max_shard_size="20KB")
     ranks.run_ranks(check_files, 2, str(tmp_path))

@@ -55,13 +55,14 @@ def _copy_of_an_engines_module(name: str, run: Run) -> None:
         check(trace, lambda follow=None: reference(case.build(), case.rows, case.forward, run, ranks.world(), follow), run, name)
 
 
-@pytest.mark.fast_rows("gpt2-device", "mlp-file")
+@pytest.mark.fast_rows("mlp-file")
 @pytest.mark.parametrize(("name", "place"), [("gpt2", "device"), ("albert", "device"), ("mlp", "host"), ("mlp", "file")])
 def test_a_copy_of_an_engines_module_trains_like_it(name: str, place: str, tmp_path: Path) -> None:
     """gpt2 has tied weights, albert a block that runs several times."""
     ranks.run_ranks(_copy_of_an_engines_module, 2, name, _run(tmp_path, place))
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_16_bit_model_trains_like_it(tmp_path: Path) -> None:
     ranks.run_ranks(_copy_of_an_engines_module, 3, "mlp", _run(tmp_path, "device", "bf16"))
 
@@ -81,6 +82,7 @@ def _copy_before_the_engine(stage: int) -> None:
     second.destroy()
 
 
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_copy_of_a_model_under_construction_trains_like_it(stage: int) -> None:
     ranks.run_ranks(_copy_before_the_engine, 2, stage)
@@ -109,6 +111,7 @@ def _copy_is_no_part_of_the_engine(stage: int) -> None:
     second.destroy()
 
 
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 2, 3))
 def test_a_whole_copy_is_no_part_of_the_engine(stage: int) -> None:
     ranks.run_ranks(_copy_is_no_part_of_the_engine, 2, stage)
@@ -136,6 +139,7 @@ def _average() -> None:
     engine.destroy()
 
 
+@pytest.mark.slow
 def test_an_average_of_the_weights() -> None:
     ranks.run_ranks(_average, 2)
 

@@ -115,6 +115,7 @@ def _split() -> None:
     _all_same(dict(iter_full_params(engine)), expected)
 
 
+@pytest.mark.slow
 def test_tensor_parallel_shards_are_joined() -> None:
     ranks.run_ranks(_split, 2)
 

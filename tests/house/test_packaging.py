@@ -171,6 +171,7 @@ def test_two_packages_with_one_command(first: str, wheel: Path, real_wheel: Path
     assert not command.exists() and run(str(python), "-c", "import deepspeed; print(deepspeed.__version__)") == "9.9.9"
 
 
+@pytest.mark.slow
 def test_a_hook_without_its_module_is_silent(wheel: Path, tmp_path: Path) -> None:
     """A half-finished uninstall must not make every Python process of the environment print a traceback."""
     python = _fresh_python(tmp_path / "venv")

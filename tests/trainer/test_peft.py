@@ -97,6 +97,7 @@ def test_lora_through_trainer(stage: int, trainer_models: Path, tmp_path: Path) 
     ranks.run_ranks(_through_trainer, 2, trainer_models, tmp_path, "lora", (stage,), True)
 
 
+@pytest.mark.slow
 def test_prompt_through_trainer(trainer_models: Path, tmp_path: Path) -> None:
     ranks.run_ranks(_through_trainer, 2, trainer_models, tmp_path, "prompt", (3,), False)
 
