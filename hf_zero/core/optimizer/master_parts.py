@@ -13,7 +13,7 @@ from hf_zero.core.units.unit import Unit
 from hf_zero.core.units.values import own_part_changed
 
 _DATA: Any = torch.Tensor.data  # torch's own property
-_SHOWN, _SEEN = "_hf_zero_shown", "_hf_zero_seen"  # attributes of a part: the tensor that ``data`` returns; the counts of writes
+_SHOWN, _LENT = "_hf_zero_shown", "_hf_zero_lent"  # attributes of a part: the tensor that ``data`` returns; the list of lent parts
 
 
 class MasterPart(nn.Parameter):
@@ -42,12 +42,8 @@ def _shown(part: Any) -> torch.Tensor:
     shown: torch.Tensor | None = vars(part).get(_SHOWN)
     if shown is None:
         shown = vars(part)[_SHOWN] = _DATA.__get__(part)
+        vars(part)[_LENT].append(part)
     return shown
-
-
-def _counts(part: Any) -> tuple[int, int]:
-    shown = vars(part).get(_SHOWN)
-    return part._version, 0 if shown is None else shown._version
 
 
 def new_part(values: torch.Tensor) -> nn.Parameter:
@@ -66,6 +62,10 @@ class MasterParts:
     def __init__(self) -> None:
         self.late: list[str] = []
         self._parts: list[tuple[Unit, nn.Parameter, Callable[[], torch.Tensor | None]]] = []
+        self._tensors: list[nn.Parameter] = []  # those of ``_parts``
+        self._counts: list[int] = []  # counts of writes at the last look, by part
+        self._lent: list[Any] = []  # parts whose ``data`` the script has asked for
+        self._lent_counts: list[int] = []  # counts of writes to these tensors
 
     def watch(self, parts: Iterable[tuple[Unit, nn.Parameter, Callable[[], torch.Tensor | None]]]) -> None:
         """Look for writes to these parts from now on.
@@ -74,19 +74,34 @@ class MasterParts:
             parts: Unit, tensor, and a function that returns the part of the shard that follows it (None where the master is the shard).
         """
         self.pause()
-        self._parts = list(parts)
+        self._parts, self._lent = list(parts), []
+        self._tensors = [part for _, part, _ in self._parts]
+        for part in self._tensors:
+            vars(part)[_LENT] = self._lent
+        self._lent += [part for part in self._tensors if _SHOWN in vars(part)]
         self.resume()
 
     def pause(self) -> None:
         """Begin an update: the parts are ordinary parameters, and may be written."""
-        for _, part, _ in self._parts:
+        for part in self._tensors:
             part.__class__ = nn.Parameter
 
     def resume(self) -> None:
         """End an update, whose writes do not count."""
-        for _, part, _ in self._parts:
-            vars(part)[_SEEN] = _counts(part)
+        for part in self._tensors:
             part.__class__ = MasterPart
+        self._look()
+
+    def _look(self) -> set[int]:
+        """Count writes again, and return the ids of the parts that were written since the last look."""
+        counts, lent = [part._version for part in self._tensors], [vars(part)[_SHOWN]._version for part in self._lent]
+        if counts == self._counts and lent == self._lent_counts:
+            return set()
+        before = self._lent_counts + [0] * (len(lent) - len(self._lent_counts))  # the count of a new tensor
+        written = {id(part) for part, now, then in zip(self._tensors, counts, self._counts, strict=False) if now != then}
+        written |= {id(part) for part, now, then in zip(self._lent, lent, before, strict=False) if now != then}
+        self._counts, self._lent_counts = counts, lent
+        return written
 
     @torch.no_grad()
     def take(self, forward: bool) -> None:
@@ -95,10 +110,10 @@ class MasterParts:
         Args:
             forward: A forward begins. Before a step this is False: the step distributes the values.
         """
+        found = self._look()
         written: dict[int, Unit] = {}
-        for unit, part, low in self._parts:
-            if (counts := _counts(part)) != vars(part)[_SEEN]:
-                vars(part)[_SEEN] = counts
+        for unit, part, low in self._parts if found else ():
+            if id(part) in found:
                 written[id(unit)] = unit
                 if (follows := low()) is not None:
                     follows.copy_(part)
