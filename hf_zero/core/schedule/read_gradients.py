@@ -17,9 +17,9 @@ from hf_zero.core.units.whole_buffer import other_uses
 from hf_zero.errors import StateError
 from hf_zero.observe import warn_once
 
-# Libraries that look at ``param.grad`` for their own purposes (to clear it, to clip it through the engine), and a function that is none.
-_LIBRARIES = frozenset(("torch", "accelerate", "hf_zero", "deepspeed"))
-_ASKS = "clip_grad_value_"
+# Libraries that look at ``param.grad`` for their own purposes (to clear it, to clip it through the engine); layers above add theirs.
+libraries = {"torch", "hf_zero"}
+_ASKS = "clip_grad_value_"  # a function of torch that needs gradients as a script does
 _OURS = 2  # references to a tensor that the script holds no more: from its record, and from the question
 
 
@@ -39,7 +39,7 @@ class ReadGradients:
     for the change of classes. If the configuration says so, a read gathers the gradient from its owners, after a vote of all ranks, which
     finds ranks that do not read. The script may change the tensor: each rank copies its own part back before the step, or any other reader,
     looks. A whole gradient that the script does not hold any more is freed at the next read, so a loop over all parameters needs the
-    memory of one. Otherwise a read returns None, as with DeepSpeed, and a warning names the way that works.
+    memory of one. Otherwise a read returns None, and a warning names the way that works.
 
     [Note: gradients after a step] In plain PyTorch gradients stay until ``zero_grad``, and scripts read them after the step (AdaLoRA does).
     Where a loop is known to call ``zero_grad`` soon, the reduced gradients of the step stay until then, or until the next forward that may
@@ -257,7 +257,7 @@ def _is_script(frame: object) -> bool:
     """Return whether the code in ``frame`` reads or writes gradients for what they are worth."""
     caller: object = frame
     name = str(caller.f_globals.get("__name__", ""))  # type: ignore[attr-defined]
-    if name.partition(".")[0] not in _LIBRARIES:
+    if name.partition(".")[0] not in libraries:
         return True
     outer = caller.f_back  # type: ignore[attr-defined]
     return _ASKS in (caller.f_code.co_name, "" if outer is None else outer.f_code.co_name)  # type: ignore[attr-defined]
