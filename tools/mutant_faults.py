@@ -139,8 +139,8 @@ FAULTS: tuple[Fault, ...] = (
         "core/step/step.py",
         (
             "the loss scale stays in the update",
-            "factor = clip_factor(norm, self.settings.max_norm) / self.scaler.scale",
-            "factor = clip_factor(norm, self.settings.max_norm)",
+            "factor = clip_factor(norm, 0.0 if clipped is not None else self.settings.max_norm) / self.scaler.scale",
+            "factor = clip_factor(norm, 0.0 if clipped is not None else self.settings.max_norm)",
             (MATRIX,),
         ),
         (

@@ -225,6 +225,19 @@ class Engine(ConfiguredEngine):
             "it inside `with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):`"
         )
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to pickle the engine.
+
+        Raises:
+            StateError: Always; its process groups, hooks and optimizer belong to this process.
+        """
+        raise StateError(
+            "an engine was pickled (torch.save, pickle): its process groups, hooks and optimizer belong to this process. Save the module, "
+            "torch.save(engine.module, file), at stage 3 inside `with "
+            "deepspeed.zero.GatheredParameters(list(engine.module.parameters())):` on all ranks; or save what training needs with "
+            "engine.save_checkpoint(folder)"
+        )
+
     def __setattr__(self, name: str, value: Any) -> None:
         if not getters.assign(self, name, value):
             super().__setattr__(name, value)

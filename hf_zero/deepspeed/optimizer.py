@@ -170,7 +170,7 @@ def _trained(optimizer: ShardedOptimizer) -> list[Unit]:
 def norm_groups(optimizer: DeepSpeedOptimizer) -> list[torch.Tensor]:
     """Return the norm of each param group's gradients that wait for ``step``, over all ranks, times ``loss_scale``, 0-dim; collective."""
     engine = optimizer._engine()
-    parts = optimizer.averaged_gradients
+    parts = optimizer._gradient_parts()
     squares = torch.zeros(len(optimizer.param_groups), dtype=torch.float64, device=engine.device)
     for group, tensors in parts.items():
         for part in tensors:
@@ -329,6 +329,12 @@ class DeepSpeedOptimizer(ShardedOptimizer):
 
         The dict is empty if no gradients wait for ``step``.
         """
+        shown = self._engine().stepper.reducer.shown
+        shown.begin_read()
+        shown.reads.lent = True
+        return self._gradient_parts()
+
+    def _gradient_parts(self) -> dict[int, list[torch.Tensor]]:
         parts: dict[int, list[torch.Tensor]] = {}
         for gradients in self._engine().stepper.reducer.gradients:
             held = gradients.held()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeVar
 from weakref import ref
 
@@ -81,6 +82,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if inner.state:  # state that its constructor made for the parameters, which the segments replace
             inner.state = build_anew(inner, [dict(group) for group in inner.param_groups]).state
             self.state_store.adopt_states()
+        watch_parts(self)
 
     def _lay_out(self) -> list[list[torch.Tensor]]:
         """Create ``segments``; return the tensors that each group of the inner optimizer holds in place of the model's parameters."""
@@ -129,6 +131,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for index, group in enumerate(self.inner.param_groups):
             group["params"] = [segment.tensor for segment in self.segments if segment.group == index]
         self.state_store.bind(self.inner, self.units, self.segments)
+        watch_parts(self)
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -150,6 +153,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.state_store.close()
         self.inner.state.clear()
         self.segments, self.units = Segments(), []
+        self.own.parts.watch(())
         for group in self.inner.param_groups:
             group["params"] = []
 
@@ -297,6 +301,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"ShardedOptimizer({len(self.segments)} segments of {len(self.units)} units, inner={self.inner!r})"
+
+
+def watch_parts(optimizer: ShardedOptimizer) -> None:
+    """Look for writes of the script to the segments' tensors, unless offload moves these or updates them while the script runs."""
+    segments = optimizer.segments if type(optimizer.state_store) is StateStore and type(optimizer) is ShardedOptimizer else Segments()
+    optimizer.own.parts.watch((segment.unit, segment.tensor, partial(getattr, segment, "low")) for segment in segments)
 
 
 _STEP = ShardedOptimizer.step  # a script may replace it
