@@ -16,7 +16,7 @@ from hf_zero import ZeroTrainingArguments
 from hf_zero.sequence_parallel.tiled import TiledFusedLogitsLoss, TiledMLP
 
 OUTPUT = "runs/minimal/long_sequences"
-LENGTH, TILE = 128, 1024  # tokens per sequence, tokens per tile
+LENGTH, TILE, LOSS_TILE = 128, 4096, 1024  # tokens per sequence, per tile of feed-forward layers, per tile of the loss
 BATCH = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
 
 
@@ -37,7 +37,7 @@ class TiledLlama(LlamaForCausalLM):  # replace by your model's class; checkpoint
         hidden = self.model(input_ids=input_ids, position_ids=position_ids, **inputs).last_hidden_state
         if shift_labels is None:
             shift_labels = functional.pad(labels[:, 1:], (0, 1), value=-100)
-        total = TiledFusedLogitsLoss.apply(loss_of, self, hidden, shift_labels, None, -(-hidden.shape[1] // TILE), None, "sum")
+        total = TiledFusedLogitsLoss.apply(loss_of, self, hidden, shift_labels, None, -(-hidden.shape[1] // LOSS_TILE), None, "sum")
         return CausalLMOutputWithPast(loss=total / (num_items_in_batch or (shift_labels != -100).sum()))
 
 

@@ -181,6 +181,7 @@ class UnitBuilder:
             settings = self._unit_spec(dtype, shard_storage, frozen, expert, packed, sent)
             units.append(build_unit(spec.name + suffix, members, dtype, settings))
             self.offloading.take(units[-1])
+            units[-1].reshard()  # at once: a model that was built whole need not fit the device
         return Block(spec.name, spec.module, units, spec.read_in_backward)
 
     def _sent_as(self, param: nn.Parameter, dtype: torch.dtype) -> torch.dtype | None:
@@ -312,7 +313,7 @@ def _passing_bytes(members: Iterable[NamedParam]) -> int:
 
 
 def persist_and_reshard(units: Iterable[Unit], stays: set[int], largest: int, budget: int) -> None:
-    """Reshard units that were built unsharded, except small ones and those that one rank may need alone.
+    """Reshard units that were built unsharded, except small ones and those that one rank may need alone, which are unsharded; collective.
 
     Args:
         units: All units.

@@ -266,6 +266,7 @@ _ENDS_FIRST = """
 """
 
 
+@pytest.mark.slow  # fast: test_exit_status.py, test_checkpoint_background.py
 def test_a_script_may_end_before_its_save_is_in_the_store(tmp_path: Path) -> None:
     """No pool of threads takes work once the interpreter ends, and every request to a store needs one."""
     code = textwrap.dedent(_ENDS_FIRST.replace("URL", f"file://{tmp_path}/store"))

@@ -187,3 +187,58 @@ def _backbones() -> None:
 
 def test_backward_gathers_nothing_below_what_trains_unless_a_rank_asks() -> None:
     ranks.run_ranks(_backbones, 2)
+
+
+class _Repeats(_Tower):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (*self.layers, self.layers[2], self.layers[2]):
+            x = torch.tanh(layer(x))
+        return self.head(x).square().mean()  # type: ignore[no-any-return]
+
+
+def _most_whole(labels: list[str]) -> int:
+    """Return the largest number of blocks of ``layers`` that are whole at the same time."""
+    whole: set[str] = set()
+    most = 0
+    for label in (label for label in labels if "(layers." in label):
+        name = label.split("(layers.")[1]
+        whole = whole | {name} if "all_gather" in label or "broadcast" in label else whole - {name} if "sharded" in label else whole
+        most = max(most, len(whole))
+    return most
+
+
+def _gathered_in_forward() -> tuple[list[list[str]], list[int], float]:
+    """Return the blocks gathered in each of three forwards, the most that are whole in initialize and each, the difference from torch."""
+    import hf_zero
+    from hf_zero.observe import record_labels
+
+    torch.manual_seed(0)
+    models = [_Repeats(), _Repeats()]
+    models[1].load_state_dict(models[0].state_dict())
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 1}
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}, "zero_optimization": zero}
+    with record_labels() as labels:
+        engine, *_ = hf_zero.initialize(model=models[0], config=config)
+    optimizer = torch.optim.SGD(models[1].parameters(), lr=0.5)
+    gathered, most = [], [_most_whole(labels)]
+    for step in range(3):
+        x = torch.full((2, 8), 1.0 + step)
+        models[1](x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with record_labels() as labels:
+            loss = engine(x)
+        gathered.append([label.split("(layers.")[1].rstrip(")") for label in labels if "all_gather (layers" in label])
+        most.append(_most_whole(labels))
+        engine.backward(loss)
+        engine.step()
+    with hf_zero.zero.GatheredParameters(list(models[0].parameters())):
+        pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
+        return gathered, most, max((one - other).abs().max().item() for one, other in pairs)
+
+
+def test_a_block_that_runs_again_stays_whole_and_initialize_shards_one_by_one() -> None:
+    for (first, second, third), most, difference in ranks.run_ranks(_gathered_in_forward, 2):
+        assert "".join(first) == "0123" + "0123", "the first forward learns that block 2 runs again, in one more pass"
+        assert "".join(second) == "".join(third) == "0123"
+        assert most == [1, 2, 2, 2] and difference < 1e-6

@@ -68,7 +68,7 @@ def tiled() -> nn.Module:
     with torch.device("meta"):
         config = llama().config
     model: nn.Module = script["TiledLlama"](config)
-    type(model).forward.__globals__["TILE"] = 5
+    type(model).forward.__globals__.update(TILE=5, LOSS_TILE=5)
     return model
 
 

@@ -28,6 +28,9 @@ class Block:
         gradients: Gradients of the trainable units; empty if nothing is trained.
         kept: Whether the block stays unsharded from this forward to its backward; the schedule decides.
         ran: Whether the block has run in the present unshard pass, which sets it.
+        done: Whether the block has run in an earlier pass of the running forward; the pass sets it.
+        repeats: Whether a forward of the model has requested the block again after it had run and was resharded, see
+            [Note: blocks that run twice]; the schedule sets it.
         open: Number of forwards of the module that are running.
         pending: Number of forwards whose backward has not begun.
         checkpointed: Number of forwards without gradient inside a training forward, which backward will recompute.
@@ -46,6 +49,8 @@ class Block:
     gradients: list[UnitGradients] = field(default_factory=list)
     kept: bool = False
     ran: bool = False
+    done: bool = False
+    repeats: bool = False
     open: int = field(default=0, init=False)
     pending: int = field(default=0, init=False)
     checkpointed: int = field(default=0, init=False)
@@ -245,6 +250,8 @@ class UnshardPass:
         reducer: For a backward's pass: sends the reductions between the unshards, see [Note: one order].
         border: Position from which on nothing is unsharded unless a rank requests it, see [Note: below what trains]; None is no border.
         agree: Collective function; returns whether its argument is True on any rank.
+        rerun: The pass is another one of the same forward: blocks that have run are unsharded for the sake of other ranks only, one at a
+            time.
     """
 
     def __init__(
@@ -255,6 +262,7 @@ class UnshardPass:
         reducer: Reducer | None = None,
         border: int | None = None,
         agree: Callable[[bool], bool] = bool,
+        rerun: bool = False,
     ) -> None:
         self.order = order
         self.live = live
@@ -266,7 +274,9 @@ class UnshardPass:
         self._border = border
         self._agree = agree
         self._under_way: list[Block] = []  # blocks whose unshards may be running
+        self._rerun = rerun
         for block in order:
+            block.done = rerun and (block.done or block.ran)
             block.ran = False
 
     def index_of(self, block: Block) -> int | None:
@@ -293,6 +303,8 @@ class UnshardPass:
                 for unit in block.units:
                     unit.start_unshard()
                 self._under_way.append(block)
+                if block.done and self._position < last and not self._needs(block):
+                    self.reshard(block)
             self._position += 1
         if reducer is not None:
             reducer.issued_up_to(self._position)
@@ -358,5 +370,11 @@ class UnshardPass:
                 return
             block = self.order[self._position]
             self.advance(self._position)
-            if not (block.kept or block.pending or block.read_elsewhere or block.open):
+            if not self._needs(block):
                 self.reshard(block)
+
+    def _needs(self, block: Block) -> bool:
+        """Return whether a block that was unsharded for other ranks is needed on this one; forwards whose backward comes later do not
+        count in another pass of a forward.
+        """
+        return block.kept or block.read_elsewhere or bool(block.open or (block.pending and not self._rerun))

@@ -31,6 +31,9 @@ class UnshardSchedule:
     ranks that do not need it take part in its unshards and vote again. Where every block stays unsharded until backward, no rank can need
     another pass, and there is no vote.
 
+    [Note: blocks that run twice] Such a pass unshards all blocks again. So a block that has run twice in a forward (shared layers, a head
+    that computes a loss in tiles) stays unsharded until the end of this and later forwards, as far as the limits allow.
+
     Args:
         root: Block of the modules that belong to no other block; unsharded throughout.
         blocks: The other blocks, in the model's order.
@@ -106,7 +109,8 @@ class UnshardSchedule:
 
     def after_forward(self, block: Block) -> None:
         """Reshard ``block`` after its forward unless it is needed again soon."""
-        if not (block.open or block.kept or block.read_elsewhere):
+        stays = block.repeats and self._pass.live <= self.limits.max_live_parameters
+        if not (block.open or block.kept or block.read_elsewhere or stays):
             self._pass.reshard(block)
         if self._updating:
             self._pass.prefetch()
@@ -116,7 +120,7 @@ class UnshardSchedule:
         self._pass.finish()
         while self._votes and self._vote(again=False):
             self._reshard_between_passes()
-            self._begin(self._pass.order)
+            self._begin(self._pass.order, again=True)
             self._pass.finish()
         self._reads |= self._training and self._votes
         for block in self.order:
@@ -279,10 +283,10 @@ class UnshardSchedule:
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
-    def _begin(self, order: Sequence[Block], border: int | None = None) -> None:
+    def _begin(self, order: Sequence[Block], border: int | None = None, again: bool = False) -> None:
         live = sum(block.numel for block in self._all if not block.sharded)
         agree = partial(self._collectives.any_rank, unit="below what trains") if border is not None else bool
-        self._pass = UnshardPass(order, live, self.limits, self._reducer, border, agree)
+        self._pass = UnshardPass(order, live, self.limits, self._reducer, border, agree, rerun=again and self._votes)
 
     @staticmethod
     def _border(order: Sequence[Block]) -> int | None:
@@ -303,6 +307,7 @@ class UnshardSchedule:
             self._pass.unshard(block)
             return
         if block.sharded and self._pass.has_passed(index):
+            block.repeats |= block.ran
             self._again()
         self._pass.advance(index)
         block.ran = True
@@ -317,7 +322,7 @@ class UnshardSchedule:
         if self._votes:
             self._vote(again=True)
             self._reshard_between_passes()
-        self._begin(self._pass.order)
+        self._begin(self._pass.order, again=True)
         for block in running:
             self._pass.advance(self._pass.order.index(block))
             self._pass.unshard(block)

@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 from hf_zero.core.schedule.gradients import UnitGradients
+from hf_zero.core.schedule.read_gradients import ReadGradients
 from hf_zero.core.units.sharded_parameter import gradients_of
+from hf_zero.core.units.unit import find_unit
 from hf_zero.errors import StateError
 
 _HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")  # torch 2.10: a gradient may have another dtype than its parameter
@@ -23,6 +25,7 @@ class ShownGradients:
     another device than the parameter, nor if a step has begun on a copy.
 
     Attributes:
+        reads: Reads of gradients that are sharded.
         replaced: Whether a script has set a gradient of the coming step (``safe_set_full_grad``) since the last call of ``step``.
 
     Args:
@@ -31,11 +34,13 @@ class ShownGradients:
 
     def __init__(self, gradients: Sequence[UnitGradients]) -> None:
         self.replaced = False
+        self.reads = ReadGradients(gradients)
         self._gradients = gradients
         self._views: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}  # by id of the parameter
 
     def begin(self) -> None:
         """Show the reduced gradients; local."""
+        self.reads.open(complete=True)
         for entry in self._gradients:
             total = entry.shard
             if total is not None and not entry.exchange.policy.sharded and entry.total.place.listener is None:
@@ -54,6 +59,7 @@ class ShownGradients:
 
     def end(self) -> None:
         """Stop showing gradients in ``param.grad``; keep gradients that the script assigned. Local."""
+        self.reads.close()
         for param, view in self._views.values():
             if param.grad is view:
                 param.grad = None
@@ -80,10 +86,16 @@ class ShownGradients:
 
     def drop_removed(self, params: Iterable[torch.Tensor] | None = None) -> None:
         """Zero the reduced gradients of parameters whose shown gradient a script has set to None; ``params`` limits the check. Local."""
+        self.reads.fold()
         shown = self._views.values() if params is None else [self._views[id(param)] for param in params if id(param) in self._views]
         for param, view in shown:
             if param.grad is None:
                 view.zero_()
+
+    def begin_read(self, params: Iterable[torch.Tensor] | None = None) -> None:
+        """Bring the waiting gradients up to date for a reader or a writer; ``params`` as for ``drop_removed``. Local."""
+        self.reads.begin()
+        self.drop_removed(params)
 
     def is_written(self, param: torch.Tensor) -> bool:
         """Return whether a script has assigned a gradient to ``param``, which the coming step uses instead of the reduced one; local."""
@@ -102,4 +114,8 @@ class ShownGradients:
     def replace_written(self, param: torch.Tensor) -> None:
         """Note that a script has set the gradient of the coming step, and discard a gradient that it assigned to ``param.grad``; local."""
         self.replaced = True
+        if self.reads.keeps:
+            self.end()
+        if (owner := find_unit(param)) is not None:
+            self.reads.forget(*owner)
         param.grad = self._views[id(param)][1] if id(param) in self._views else None

@@ -188,10 +188,11 @@ class WrittenValues:
         units: All units of the engine, in the same order on all ranks.
         network: Network of the ranks that hold the engine's parameters that belong to no unit.
         idle: No backward of the forwards so far can follow.
+        refused: Error of an earlier write; empty if there is none.
     """
 
-    def __init__(self, units: Sequence[Unit], network: Collectives, idle: bool) -> None:
-        self.refused = ""
+    def __init__(self, units: Sequence[Unit], network: Collectives, idle: bool, refused: str = "") -> None:
+        self.refused = refused
         self._names: list[str] = []
         for unit in units:
             try:
