@@ -6,7 +6,8 @@
 ``--groups`` replica groups of two gloo ranks train a small model. Deaths are drawn from the seed: which group and rank, after how many
 steps of its process, at which place of a step (``PLACES`` of tests/replica_groups/group_run.py), and what dies: the rank, its launcher,
 or its node, a network namespace whose link is cut before all its processes are killed, so that no connection is closed. Half of the dead
-groups are started again only after another group has taken a step without them. No group dies while another is away.
+groups are started again only after another group has taken a step without them. No group dies while another is away. On a machine with
+other work give a longer ``--heartbeat``: a group that is silent for so long is left out, and four times that ends an exchange.
 
 After each run the history of all ranks is checked: no batch lost or taken twice, weights of all ranks equal bit for bit, and equal to
 plain PyTorch on the batches that were taken (tests/replica_groups/history.py). A job of the same model on two ranks, which saves every

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -155,16 +156,25 @@ def _refusals(folder: Path) -> list[str]:
             _written(first)  # a snapshot that is still being written leaves the next one out
     assert places and places == _files_in(kept / "global_step10"), "each file was written over the one of the snapshot before the last"
     assert sorted(path.name for path in kept.glob("global_step*")) == ["global_step10", "global_step8"]
+    broken = mock.patch("hf_zero.checkpoint.save.write_tensor_file", side_effect=OSError(28, "No space left on device"))
+    with broken if ranks.rank() else contextlib.nullcontext():
+        train(first, 12, "bf16", seen)
+        first.checkpoints.snapshots.finish(first.checkpoints.everyone())
+    assert first.checkpoints.snapshots.kept == "global_step10", "rank 0 has written over its files of step 8, rank 1 has failed"
+    train(first, 14, "bf16", seen)
+    _written(first)
+    assert sorted(path.name for path in kept.glob("*global_step*")) == ["global_step10", "global_step14"]
     first.save_checkpoint(folder / "disk", tag="global_step7")
     assert first.load_checkpoint(folder / "disk")[0] == str(folder / "disk" / "global_step7"), "no snapshot after the first step"
     after: Any = _engine(folder)
     path, state = after.load_snapshot()
-    assert path == str(kept / "global_step10") and state == {"seen": json.loads(json.dumps(seen)), "rank": ranks.rank()}
+    assert path == str(kept / "global_step14") and state == {"seen": json.loads(json.dumps(seen)), "rank": ranks.rank()}
     assert differences(full_state(after), full_state(first)) == []
     torch.distributed.barrier()
     if ranks.rank() == 0:
-        (file,) = (kept / "global_step10").glob("master-00001-*")
-        os.truncate(file, 100)
+        for step in (10, 14):
+            (file,) = (kept / f"global_step{step}").glob("master-00001-*")
+            os.truncate(file, 100)
     torch.distributed.barrier()
     damaged: Any = _engine(folder)
     path, _ = damaged.load_checkpoint(folder / "disk")
@@ -174,7 +184,7 @@ def _refusals(folder: Path) -> list[str]:
     train(explicit, explicit.global_steps + 2, "bf16", [])
     left = [path.name for path in _written(explicit).glob("global_step*")]
     torch.distributed.barrier()  # rank 0 removes the folder at the end, and rank 1 looks first
-    assert left == ["global_step12"], f"what was left behind is gone: {left}"
+    assert left == ["global_step16"], f"what was left behind is gone: {left}"
     explicit.destroy()
     torch.distributed.barrier()
     assert not kept.exists()
