@@ -46,10 +46,10 @@ RESULTS = Path(__file__).parents[1] / "results" / "longest.json"
 PAGE = Path(__file__).parents[2] / "docs" / "long-sequences.md"
 START, STOP = "<!-- longest: made by python -m benchmarks.long_sequences.longest -->", "<!-- end of longest -->"
 TEXT = """Thousands (1024) of tokens of the longest sequence that fits {memory} of each device, and in brackets GiB of host memory that a
-rank takes then: Llamas in bf16 with AdamW, stage 3, recomputed layers, one sequence at a time. By plans on a pretended accelerator; a 16th
-more tokens do not fit. **States on the host**: masters, moments and parameters, as in all rows below it. **Tiles**: of 4096 tokens in
-feed-forward layers and of 1024 in the loss. Divided sequences are shared by all ranks; others are each rank's own. A dash: not even 1024 tokens fit;
-empty: not planned yet."""
+rank takes then: Llamas in bf16 with AdamW, stage 3, recomputed layers, one sequence at a time. By plans on a pretended accelerator; a
+16th more tokens do not fit. **States on the host**: masters, moments and parameters, as in all rows below it. **Tiles**: of 4096 tokens
+in feed-forward layers and of 1024 in the loss. Divided sequences are shared by all ranks; others are each rank's own. A dash: not even
+1024 tokens fit; empty: not planned yet."""
 MOST = 1 << 26  # tokens
 BLOCKS = 6  # of the smaller of two models: with fewer, the peak of backward grows by more than a block
 

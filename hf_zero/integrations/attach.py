@@ -14,7 +14,6 @@ from hf_zero.assembly import mesh
 from hf_zero.config.read import read_config
 from hf_zero.core import engine
 from hf_zero.core.engine import Engine
-from hf_zero.core.schedule import read_gradients
 from hf_zero.deepspeed.initialize import initialize
 from hf_zero.expert_parallel import apply
 from hf_zero.integrations import callers, methods
@@ -114,4 +113,3 @@ engine.reasons_to_wait.append(keeps_too_few)
 engine.go_back_too.append(schedulers_of)
 mesh.sources.append(claims_of_accelerate)
 apply.tables.append(dispatch_in_table)
-read_gradients.libraries.add("accelerate")

@@ -160,9 +160,9 @@ def _norms_of_what_joins(stages: Sequence[int]) -> None:
                         side[0].bias.grad = torch.full_like(side[0].bias, 20.0)
                 norms.append(float(accelerator.clip_grad_norm_(engine.parameters(), 0.01)))
                 norms[-1] -= float(nn.utils.clip_grad_norm_(model.parameters(), 0.01))
-                if stage == 0 and step == 0:  # those that are shown are the ones that were measured
-                    assert torch.equal(engine.module[2].bias.grad, torch.full_like(model[2].bias, 30.0))
-                    assert torch.equal(engine.module[0].bias.grad, torch.full_like(model[0].bias, 20.0))
+                if stage == 0 and step == 0:  # those that are shown are clipped by the norm that was measured
+                    torch.testing.assert_close(engine.module[2].bias.grad, model[2].bias.grad)
+                    torch.testing.assert_close(engine.module[0].bias.grad, model[0].bias.grad)
                 optimizer.step()
                 plain.step()
                 optimizer.zero_grad()

@@ -109,6 +109,9 @@ def _is_none_elsewhere() -> None:
         for told in ("in the middle of a gradient accumulation", '"show_gradients": true'):
             engine.backward(_loss(engine, 0, ranks.rank()))
             with mock.patch.object(read_gradients, "warn_once") as warned:
+                nn.utils.clip_grad_norm_(engine.parameters(), 1e6) if "show" in told else None  # torch's function asks in vain, unnoticed
+                nn.Module.zero_grad(nn.Linear(2, 2))
+                assert not warned.call_args_list
                 assert all(param.grad is None for param in engine.module.parameters()), stage
             (text,) = [call.args[0] for call in warned.call_args_list]
             assert text.startswith("0.weight.grad is None") and told in text

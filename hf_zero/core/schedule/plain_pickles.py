@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from copy import deepcopy
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 _OURS = __name__.partition(".")[0]
-_STATE = "__getstate__"
+_STATE, _COPY = "__getstate__", "__deepcopy__"
 _OF_HOOKS = ("_with_kwargs", "_always_called")  # dicts of torch by the number of a hook
 
 
@@ -23,22 +23,38 @@ def make_picklable(module: nn.Module) -> None:
     copies, which ask in the same way, keep all attributes: a copy with sharded parameters must refuse to run.
     """
     for inner in module.modules():
-        vars(inner)[_STATE] = MethodType(_state, inner)  # a deep copy has its own
+        _equip(inner)
+
+
+def _equip(module: nn.Module) -> None:
+    vars(module).update({_STATE: MethodType(_state, module), _COPY: MethodType(_copy, module)})
 
 
 def undo(module: nn.Module) -> None:
     """Undo ``make_picklable``."""
     for inner in module.modules():
-        vars(inner).pop(_STATE, None)
+        for name in (_STATE, _COPY):
+            vars(inner).pop(name, None)
+
+
+def _copy(module: nn.Module, memo: dict[int, Any]) -> Any:
+    """Return the result of ``copy.deepcopy``, which has methods of its own."""
+    own = {name: vars(module).pop(name) for name in (_STATE, _COPY) if name in vars(module)}
+    try:
+        copied = deepcopy(module, memo)
+    finally:
+        vars(module).update(own)
+    if isinstance(copied, nn.Module):
+        _equip(copied)
+    return copied
 
 
 def _state(module: nn.Module) -> Any:
-    """Return the state of a module for a copy or a pickle."""
+    """Return the state of a module for a pickle."""
     own = getattr(type(module), _STATE, None)
     state = dict(vars(module)) if own in (None, getattr(object, _STATE, None)) else own(module)
-    if sys._getframe(1).f_globals.get("__name__") == "copy" or not isinstance(state, dict):
+    if not isinstance(state, dict):
         return state
-    state.pop(_STATE, None)
     plain = {name: _plain(value) for name, value in state.items() if not _is_ours(value)}
     for name, value in state.items():
         for ending in _OF_HOOKS:

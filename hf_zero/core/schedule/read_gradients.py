@@ -17,9 +17,6 @@ from hf_zero.core.units.whole_buffer import other_uses
 from hf_zero.errors import StateError
 from hf_zero.observe import warn_once
 
-# Libraries that look at ``param.grad`` for their own purposes (to clear it, to clip it through the engine); layers above add theirs.
-libraries = {"torch", "hf_zero"}
-_ASKS = "clip_grad_value_"  # a function of torch that needs gradients as a script does
 _OURS = 2  # references to a tensor that the script holds no more: from its record, and from the question
 
 
@@ -162,7 +159,7 @@ class ReadGradients:
             StateError: On every rank, if another rank does not read it.
         """
         entry = self._entry(unit)
-        if entry is None or not _is_script(sys._getframe(3)):
+        if entry is None:
             return found
         if found is not None or not entry.exchange.policy.sharded:
             self.begin()
@@ -173,18 +170,23 @@ class ReadGradients:
                 self._warned.add(self._complete)
                 warn_once(_unserved(name, self._complete))
             return None
-        served = self._served.get((id(unit), index))
-        if served is not None:
-            return served.tensor
         meet(f"read {name}.grad")
         self.begin()
+        self.fold()
         held = entry.held()
         if held is None:
             return self.of_last_step(unit, index)
+        # Gathered at every read: whether a rank still has the last result is its own affair, and no reason to communicate or not.
+        served = self._served.pop((id(unit), index), None)
         self._free_unheld()
         whole = whole_from_owners(unit, index, held, f"{unit.name}: gradient").view(unit.layout.slots[index].shape)
-        self._served[id(unit), index] = _Served(entry, index, whole)
-        return whole
+        if served is None:
+            served = _Served(entry, index, whole)
+        else:  # the script may hold it
+            with torch.no_grad():
+                served.tensor.copy_(whole)
+        self._served[id(unit), index] = served
+        return served.tensor
 
     def write(self, unit: Unit, index: int, value: torch.Tensor | None) -> bool:
         """Set the gradient of a parameter in the place of ``param.grad``, if gradients of a step wait and a script sets it; local.
@@ -198,7 +200,7 @@ class ReadGradients:
             Whether it was set here; otherwise the assignment is torch's.
         """
         entry = self._entry(unit)
-        if entry is None or self._kept or not self._complete or not entry.exchange.reduces or not _is_script(sys._getframe(3)):
+        if entry is None or self._kept or not self._complete or not entry.exchange.reduces:
             return False
         self.begin()
         slot = unit.layout.slots[index]
@@ -245,22 +247,10 @@ class ReadGradients:
     def _free_unheld(self) -> None:
         for key, served in list(self._served.items()):
             if sys.getrefcount(served.tensor) <= _OURS and other_uses(served.tensor) <= (served.tensor._base is not None):
-                with torch.no_grad():
-                    self._fold(served)
                 del self._served[key]
 
     def _entry(self, unit: Unit) -> UnitGradients | None:
         return next((entry for entry in self._gradients if entry.unit is unit), None) if self._open else None
-
-
-def _is_script(frame: object) -> bool:
-    """Return whether the code in ``frame`` reads or writes gradients for what they are worth."""
-    caller: object = frame
-    name = str(caller.f_globals.get("__name__", ""))  # type: ignore[attr-defined]
-    if name.partition(".")[0] not in libraries:
-        return True
-    outer = caller.f_back  # type: ignore[attr-defined]
-    return _ASKS in (caller.f_code.co_name, "" if outer is None else outer.f_code.co_name)  # type: ignore[attr-defined]
 
 
 def _unserved(name: str, complete: bool) -> str:

@@ -31,6 +31,7 @@ from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.schedule import ForwardPhase, UnshardSchedule
 from hf_zero.core.schedule.torch_internals import around_clipping, before_zero_grad, compiled_call, in_backward, is_compiled_wrapper
 from hf_zero.core.units.guards import unguard_unprepared
+from hf_zero.core.units.sharded_parameter import gradients_of
 from hf_zero.core.units.unit import Unit, find_unit
 from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.memory.residents import mark_residents
@@ -390,7 +391,8 @@ def _clip(params: list[torch.Tensor], max_norm: float, norm_type: float, total_n
     Raises:
         UnsupportedError: Gradients of other parameters are to be clipped by the same norm.
     """
-    hidden = {id(param) for param in params if param.grad is None}
+    own_grads = dict(zip(map(id, params), gradients_of(params), strict=True))
+    hidden = {key for key, grad in own_grads.items() if grad is None}
     for runtime in list(_attached) if hidden else ():
         updated = runtime.updated() if runtime.updated is not None else None
         own = {id(param) for param in runtime.module.parameters() if param.requires_grad} | (updated() if updated is not None else set())
@@ -399,7 +401,7 @@ def _clip(params: list[torch.Tensor], max_norm: float, norm_type: float, total_n
         norm = runtime.on_clip(params, max_norm, norm_type)
         if norm is None:
             continue
-        if any(param.grad is not None and id(param) not in own for param in params):
+        if any(grad is not None and key not in own for key, grad in own_grads.items()):
             raise UnsupportedError(
                 "torch.nn.utils.clip_grad_norm_ was given parameters of an engine that shards their gradients together with others: clip "
                 "each by itself"

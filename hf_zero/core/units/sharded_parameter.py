@@ -6,6 +6,7 @@ They have shape, dtype and device; a computation that needs values raises an err
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from numbers import Number
 from typing import Any
@@ -169,6 +170,25 @@ def _attempt(func: Any) -> str:
     return f"{getattr(func, '__name__', str(func)).split('.')[0]} was called with its values"
 
 
+_quiet: list[None] = []  # not empty while code runs that wants gradients as torch has them
+
+
+@contextmanager
+def as_torch_has_it() -> Iterator[None]:
+    """Let ``param.grad`` be torch's own inside the ``with``: for code that clears gradients, or asks only whether there are any."""
+    _quiet.append(None)
+    try:
+        yield
+    finally:
+        _quiet.pop()
+
+
+def set_gradient(param: torch.Tensor, value: torch.Tensor | None) -> None:
+    """Set torch's own ``param.grad``; ``gradients_of`` reads it."""
+    with _WITHOUT_FUNCTION():
+        _GRAD.__set__(param, value)
+
+
 class _Waiting:
     """Mixin with a ``grad`` that the engine serves where torch has none, see [Note: read gradients]."""
 
@@ -205,8 +225,8 @@ class _Waiting:
 
 
 def _training_of(param: Any) -> Any:
-    """Return the engine of a parameter, see ``Unit.belongs_to``; None without."""
-    owner = vars(param).get(OWNER)
+    """Return the engine of a parameter, see ``Unit.belongs_to``; None without one, and if torch's own gradient is wanted."""
+    owner = None if _quiet else vars(param).get(OWNER)
     return owner[0].belongs_to() if owner is not None and owner[0].belongs_to is not None else None
 
 
