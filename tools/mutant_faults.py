@@ -155,7 +155,7 @@ FAULTS: tuple[Fault, ...] = (
             "overflow = False",
             ("tests/parity/test_parity_overflow.py",),
         ),
-        ("gradients are not cleared", "        self.reducer.clear()\n", "", (TRACE, MATRIX)),
+        ("gradients are not cleared", "        self.reducer.clear(shows=keeps)\n", "", (TRACE, MATRIX)),
         (
             "updated shards are not waited for",
             "                if spread is not None:\n                    spread.wait()",
