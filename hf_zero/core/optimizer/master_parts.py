@@ -74,7 +74,8 @@ class MasterParts:
             parts: Unit, tensor, and a function that returns the part of the shard that follows it (None where the master is the shard).
         """
         self.pause()
-        self._parts, self._lent = list(parts), []
+        self._parts = [entry for entry in parts if type(entry[1]) is nn.Parameter]  # a plan has tensors of another class
+        self._lent = []
         self._tensors = [part for _, part, _ in self._parts]
         for part in self._tensors:
             vars(part)[_LENT] = self._lent
