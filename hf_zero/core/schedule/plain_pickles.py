@@ -38,10 +38,13 @@ def undo(module: nn.Module) -> None:
 
 
 def _copy(module: nn.Module, memo: dict[int, Any]) -> Any:
-    """Return the result of ``copy.deepcopy``, which has methods of its own."""
-    own = {name: vars(module).pop(name) for name in (_STATE, _COPY) if name in vars(module)}
+    """Return the result of ``copy.deepcopy`` without the methods of this file."""
+    own = {name: vars(module)[name] for name in (_STATE, _COPY) if name in vars(module)}
+    # Not deleted: PEFT's modules look for a missing attribute in the module inside, and would be copied as that one.
+    vars(module).update({_STATE: MethodType(_state_of_class, module), _COPY: None})
+    copier = getattr(type(module), _COPY, None)
     try:
-        copied = deepcopy(module, memo)
+        copied = deepcopy(module, memo) if copier is None else copier(module, memo)
     finally:
         vars(module).update(own)
     if isinstance(copied, nn.Module):
@@ -49,10 +52,16 @@ def _copy(module: nn.Module, memo: dict[int, Any]) -> Any:
     return copied
 
 
-def _state(module: nn.Module) -> Any:
-    """Return the state of a module for a pickle."""
+def _state_of_class(module: nn.Module) -> Any:
+    """Return the state of a module as its class gives it."""
     own = getattr(type(module), _STATE, None)
     state = dict(vars(module)) if own in (None, getattr(object, _STATE, None)) else own(module)
+    return {key: value for key, value in state.items() if key not in (_STATE, _COPY)} if isinstance(state, dict) else state
+
+
+def _state(module: nn.Module) -> Any:
+    """Return the state of a module for a pickle."""
+    state = _state_of_class(module)
     if not isinstance(state, dict):
         return state
     plain = {name: _plain(value) for name, value in state.items() if not _is_ours(value)}
