@@ -20,6 +20,7 @@ from hf_zero.core.schedule.torch_internals import recompile_limit
 from hf_zero.core.step.clipping import clip_waiting
 from hf_zero.core.step.precision import cast_floating
 from hf_zero.core.step.written import drop_gradients
+from hf_zero.core.units.sharded_parameter import set_gradient
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.observe import warn_once
 
@@ -285,11 +286,10 @@ class Engine(nn.Module):
         In the middle of an accumulation the gradients so far are kept: scripts call this after every micro-step. Gradients that a
         ``no_sync`` without steps has left are discarded. ``zero_grad`` of the module and of the optimizers is the same.
         """
-        params = list(self.module.parameters())
-        kept = self._clear(params)
+        kept = self._clear(params := list(self.module.parameters()))
         for param in params:
             if id(param) not in kept:
-                param.grad = None
+                set_gradient(param, None)  # torch's own: a gradient that waits in another engine, which shares the parameter, stays
 
     def _clear(self, params: Sequence[nn.Parameter]) -> frozenset[int]:
         """Discard the gradients of ``params`` that wait for ``step``; of a part of the model they count as zero. Every rank must call it.

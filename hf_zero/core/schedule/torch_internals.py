@@ -188,13 +188,13 @@ def before_zero_grad(function: Callable[[list[nn.Parameter]], Container[int]]) -
     def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
         params = list(self.parameters())
         stays = function(params)
-        kept = [(param, param.grad) for param in params if id(param) in stays]
-        for param, _ in kept:
-            param.grad = None
         with as_torch_has_it():
+            kept = [(param, param.grad) for param in params if id(param) in stays]
+            for param, _ in kept:
+                param.grad = None
             _clear_gradients(self, set_to_none)
-        for param, grad in kept:
-            param.grad = grad
+            for param, grad in kept:
+                param.grad = grad
 
     nn.Module.zero_grad = zero_grad  # type: ignore[method-assign]
 
