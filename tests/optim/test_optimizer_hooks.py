@@ -198,3 +198,51 @@ def _own_objects(stages: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("stages", [(1, 3), pytest.param((0, 2), marks=pytest.mark.slow)])
 def test_the_scripts_own_optimizer_object(stages: tuple[int, ...]) -> None:
     ranks.run_ranks(_own_objects, 2, stages)
+
+
+def _masked(stage: int, dtype: str | None) -> None:
+    """Compare a hook on the script's own optimizer, which masks the model's weights after each step and reads them, with plain PyTorch."""
+    import hf_zero
+    from hf_zero.utils import safe_get_full_fp32_param
+
+    def build() -> tuple[torch.nn.Module, torch.optim.Optimizer, list[float]]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.5), list[float]()
+
+        def mask(found: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            assert found is optimizer
+            with torch.no_grad():
+                seen.append(sum(float(param.sum()) for param in model.parameters()))
+                for param in model.parameters():
+                    param.mul_((torch.arange(param.numel()) % 2).view(param.shape))
+
+        optimizer.register_step_post_hook(mask)
+        return model, optimizer, seen
+
+    rows = torch.randn(3, 2, 3, 4, generator=torch.Generator().manual_seed(1))
+    (plain, expected, wanted), (model, optimizer, seen) = build(), build()
+    config = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": stage}} | ({dtype: {"enabled": True}} if dtype else {})
+    engine, *_ = hf_zero.initialize(model=model, optimizer=optimizer, config=config)
+    for row in rows:
+        plain(row.flatten(0, 1)).square().mean().backward()
+        expected.step()
+        expected.zero_grad()
+        engine.backward(engine(row[ranks.rank()].to(engine.optimizer.low_precision_dtype)).square().mean())
+        engine.step()
+    close = {"rtol": 0, "atol": 0.03 if dtype else 1e-6}
+    torch.testing.assert_close(torch.tensor(seen), torch.tensor(wanted), **close)
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        value = safe_get_full_fp32_param(param)
+        torch.testing.assert_close(value, other.detach(), **close)
+        assert value[other == 0].eq(0).all()
+    engine.destroy()
+
+
+def _masks() -> None:
+    for stage, dtype in ((0, "bf16"), (1, None), (2, "bf16"), (3, None), (3, "bf16")):
+        _masked(stage, dtype)
+
+
+def test_a_hook_on_the_scripts_optimizer_sees_and_changes_the_new_weights() -> None:
+    ranks.run_ranks(_masks, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -80,7 +81,11 @@ class OwnObject:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Let the methods be the optimizer's own inside: the engine calls them."""
+        """Let the methods be the optimizer's own inside: the engine calls them. Its post-step hooks wait for ``ShardedOptimizer.end_step``:
+        before, the model's parameters have their old values, and what a hook writes to them would be replaced by the masters' values.
+        """
+        inner: Any = self._inner
+        hooks, inner._optimizer_step_post_hooks = inner._optimizer_step_post_hooks, OrderedDict()
         self._updates = True
         self.parts.pause()
         try:
@@ -88,6 +93,8 @@ class OwnObject:
         finally:
             self._updates = False
             self.parts.resume()
+            hooks.update(inner._optimizer_step_post_hooks)  # registered inside
+            inner._optimizer_step_post_hooks = hooks
 
     def write(self, change: Callable[[], object], updated: Callable[[Unit], None]) -> None:
         """Call ``change``, which writes to the tensors in the groups, and ``updated`` with each unit that is trained now; collective."""

@@ -182,9 +182,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 raise RuntimeError(f"a step pre-hook returned other arguments for step(): return None, {hook!r} did not")
 
     def end_step(self) -> None:
-        """Call the script's post-step hooks, when all parameters have their new values."""
-        for hook in (*self._optimizer_step_post_hooks.values(),):
-            hook(self, (self,), {})
+        """Call the script's post-step hooks, when all parameters have their new values: the inner optimizer's, then this one's."""
+        for optimizer in (self.inner, self):
+            for hook in (*optimizer._optimizer_step_post_hooks.values(),):
+                hook(optimizer, (optimizer,), {})
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]
         """Finish the reduction, clip and update, like the engine's ``step``; for callers that step the optimizer.
