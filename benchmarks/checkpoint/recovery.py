@@ -4,9 +4,10 @@
     python -m benchmarks.checkpoint.recovery --layers 2 --width 128 --save-every 16  # quick check
 
 torchrun starts two ranks again after rank 1 was killed (SIGKILL). The run with snapshots takes one every ``--every`` steps, the other one
-saves every ``--save-every`` steps to ``--folder``. Both die half an interval after their last snapshot or checkpoint. A step's seconds are
-the median of the steps without a snapshot; a snapshot's stall is the median of the calls that took one; what the thread behind it costs is
-the median of the steps that it ran beside, against the others. Times are rank 0's.
+saves every ``--save-every`` steps to ``--folder``. Both die half an interval after their last snapshot (the ``--snapshots``th) or
+checkpoint. A step's seconds are the median of the steps without a snapshot; a snapshot's stall is the median of the calls that took one,
+without the first two, which take memory that later ones use again; its CPU time is the main thread's in these calls. What the thread behind
+it costs is the median of the steps that it ran beside, against the others. Times are rank 0's.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ WORKER = "benchmarks.checkpoint.recovery_worker"
 
 def run(options: argparse.Namespace, snapshots: bool, folder: Path) -> dict[str, Any]:
     """Run two ranks through one death; return the report of rank 0."""
-    plan = {**vars(options), "snapshots": snapshots, "folder": str(folder)}
+    plan = {**vars(options), "snapshots": options.snapshots if snapshots else 0, "folder": str(folder)}
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--max-restarts", "1", "-m", WORKER]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*words, json.dumps(plan)], cwd=REPOSITORY, env=environment, capture_output=True, text=True)
@@ -49,11 +50,12 @@ def row(name: str, found: dict[str, Any]) -> list[str]:
 
 def cost(found: dict[str, Any]) -> list[str]:
     """Return the row of what a snapshot costs."""
-    stall, step, beside = statistics.median(found["stalls"]), found["step"], statistics.median(found["beside"])
+    stall, step, beside = statistics.median(found["stalls"][2:]), found["step"], statistics.median(found["beside"])
     of_all = (stall + max(0.0, beside - step)) / (found["every"] * step)
     return [
         f"{step:.3f} s",
-        f"{stall:.3f} s",
+        f"{stall:.3f} s ({min(found['stalls'][2:]):.3f} to {max(found['stalls'][2:]):.3f})",
+        f"{statistics.median(found['cpu'][2:]):.3f} s",
         f"{beside:.3f} s",
         f"{found['nbytes'] / 1e6:.0f} MB",
         f"{of_all:.1%} of {found['every']} steps",
@@ -69,6 +71,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--vocab", type=int, default=8192)
     parser.add_argument("--every", type=int, default=8, help="steps between two snapshots")
+    parser.add_argument("--snapshots", type=int, default=6, help="snapshots before the death, at least 3")
     parser.add_argument("--save-every", type=int, default=40, help="steps between two checkpoints on disk")
     parser.add_argument("--folder", default=None, help="a folder on the disk")
     options = parser.parse_args()
@@ -78,7 +81,7 @@ def main() -> None:
         snapshot, disk = run(options, True, Path(folder, "snapshot")), run(options, False, Path(folder, "disk"))
     columns = ["going on from", "launcher", "imports and engine", "load", "steps again", "steps lost", "together"]
     ResultTable("Recovery", " ".join(sys.argv), "", columns, [row("a snapshot", snapshot), row("the disk", disk)]).print()
-    columns = ["step", "stall", "step beside the thread", "bytes of a rank", "cost"]
+    columns = ["step", "stall", "CPU in it", "step beside the thread", "bytes of a rank", "cost"]
     ResultTable("Cost of a snapshot", " ".join(sys.argv), "", columns, [cost(snapshot)]).print()
     print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs")
 

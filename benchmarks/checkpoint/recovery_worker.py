@@ -34,8 +34,10 @@ def build(plan: dict[str, Any], size: dict[str, int]) -> Any:
 
 
 def train(engine: Any, plan: dict[str, Any], size: dict[str, int], last: int) -> dict[str, list[float]]:
-    """Train up to step ``last``; return seconds of steps alone and beside a thread that writes, and of the calls that took a snapshot."""
-    seen: dict[str, list[float]] = {"alone": [], "beside": [], "stalls": []}
+    """Train up to step ``last``; return seconds of steps alone and beside a thread that writes, and of the calls that took a snapshot, with
+    the main thread's CPU time in them.
+    """
+    seen: dict[str, list[float]] = {"alone": [], "beside": [], "stalls": [], "cpu": []}
     snapshots = engine.checkpoints.snapshots
     for step in range(engine.global_steps, last):
         dist.barrier()
@@ -43,9 +45,10 @@ def train(engine: Any, plan: dict[str, Any], size: dict[str, int], last: int) ->
         engine.backward(engine(**make_batch(step, dist.get_rank(), size)).loss)
         engine.step()
         seen["beside" if writes else "alone"].append(time.perf_counter() - begin)
-        begin = time.perf_counter()
+        begin, used = time.perf_counter(), time.thread_time()
         if engine.snapshot():
             seen["stalls"].append(time.perf_counter() - begin)
+            seen["cpu"].append(time.thread_time() - used)
         if not plan["snapshots"] and engine.global_steps % plan["save_every"] == 0:
             engine.save_checkpoint(Path(plan["folder"], "run"))
     return seen
@@ -61,13 +64,13 @@ def main() -> None:
     engine.load_checkpoint(folder / "run")
     loaded = time.time()
     interval = plan["every"] if plan["snapshots"] else plan["save_every"]
-    died_at = (2 if plan["snapshots"] else 1) * interval + interval // 2
+    died_at = (plan["snapshots"] or 1) * interval + interval // 2
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         seen = train(engine, plan, size, died_at)
         states = sum(unit.master.nbytes * 3 for unit in engine.units if unit.master is not None)
         if dist.get_rank() == 0:
             step = statistics.median(seen["alone"][1:] or seen["beside"])
-            known = {"step": step, "stalls": seen["stalls"], "beside": seen["beside"] or [step], "nbytes": states}
+            known = {"step": step, "stalls": seen["stalls"], "cpu": seen["cpu"], "beside": seen["beside"] or [step], "nbytes": states}
             report.write_text(json.dumps({**known, "died": time.time(), "died_at": died_at, "every": plan["every"]}))
         dist.barrier()
         if dist.get_rank() == 1:

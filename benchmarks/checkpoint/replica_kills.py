@@ -6,7 +6,8 @@
 ``--groups`` replica groups of two gloo ranks train a small model. Deaths are drawn from the seed: which group and rank, after how many
 steps of its process, at which place of a step (``PLACES`` of tests/replica_groups/group_run.py), and what dies: the rank, its launcher,
 or its node, a network namespace whose link is cut before all its processes are killed, so that no connection is closed. Half of the dead
-groups are started again only after another group has taken a step without them. No group dies while another is away.
+groups are started again only after another group has taken a step without them. No group dies while another is away. On a machine with
+other work give a longer ``--heartbeat``: a group that is silent for so long is left out, and four times that ends an exchange.
 
 After each run the history of all ranks is checked: no batch lost or taken twice, weights of all ranks equal bit for bit, and equal to
 plain PyTorch on the batches that were taken (tests/replica_groups/history.py). A job of the same model on two ranks, which saves every
@@ -85,6 +86,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=3)
     parser.add_argument("--per-run", type=int, default=20, help="kills of one run")
     parser.add_argument("--every", type=int, default=4, help="steps between two checkpoints of the job that restarts from the disk")
+    parser.add_argument("--heartbeat", type=int, default=1000, help="milliseconds of silence after which a group is left out")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     chance = random.Random(options.seed)
@@ -97,7 +99,10 @@ def main() -> None:
         of_nodes = min(nodes, kills, -(-options.nodes * kills // options.kills))
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            plan = plan_of(chance, kills, of_nodes, options.groups)
+            # A machine with other work may keep a group silent for so long: it ends with an error, and is started again.
+            plan = {**plan_of(chance, kills, of_nodes, options.groups), "heartbeat": options.heartbeat, "failures": kills}
+            plan["timeout"] = 4 * options.heartbeat // 1000
+            plan["limit"] *= 4
             run(plan, folder)
             steps += len(check(folder, plan))
             for death in deaths_of(folder):

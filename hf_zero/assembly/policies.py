@@ -155,7 +155,7 @@ def loss_scaler(config: ZeroConfig, kind: type[LossScaler]) -> LossScaler:
 def step_settings(config: ZeroConfig, precision: PrecisionPolicy, stage: StagePolicy, max_norm: float) -> StepSettings:
     """Return the settings of a step: its clipping norm, and the cases that it refuses or skips."""
     wants_all = not config.zero_optimization.ignore_unused_parameters
-    return StepSettings(max_norm, stage, precision.skips_overflow, wants_all)
+    return StepSettings(max_norm, stage, precision.skips_overflow, wants_all, config.hf_zero.show_gradients)
 
 
 def spikes_of(config: ZeroConfig) -> Spikes:

@@ -31,6 +31,7 @@ from hf_zero.checkpoint.state.training_state import TrainingState
 from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.observe import note, span, warn_once
+from hf_zero.system import own_files
 from hf_zero.system.object_store import Place, place_of
 from hf_zero.system.process import Process
 from hf_zero.system.secrets import without_credentials
@@ -51,6 +52,7 @@ class SaveRequest:
         tag_validation: Reaction when ranks give different tags: an error ("fail"), a warning ("warn") or none ("ignore").
         number: Of this save.
         may_pickle: Pickle values of the client state that nothing else can keep.
+        former: Tag of a checkpoint in the same folder whose files are overwritten. All ranks know that it is complete on no node.
     """
 
     save_dir: str
@@ -63,6 +65,7 @@ class SaveRequest:
     tag_validation: str = "warn"
     number: str = field(default_factory=staging.save_number)
     may_pickle: bool = False
+    former: str = ""
 
 
 def save_checkpoint(state: TrainingState, request: SaveRequest, background: Background | None = None) -> Place:
@@ -128,6 +131,7 @@ def _save_on_nodes(net: Collectives, save: _Save, told: list[dict[str, Any]], tw
     try:
         disks = node_local.begin(net, what, place, request.number, [rank_told["process"] for rank_told in told])
         written = agreement.on_all(net, what, save.write_files)
+        agreement.quickly(net, what, disks.only(save.remove_former))  # before files of other nodes need its room
         node_local.share(net, disks, what, save.folder, [own.files for own in written])
         if twice:
             sizes = [{name: record.nbytes for name, record in own.files.items() if not node_local.is_shared(name)} for own in written]
@@ -317,7 +321,7 @@ class _Save:
         return Written(records, self._client_state)
 
     def _write(self, files: Mapping[str, list[Entry]]) -> dict[str, FileRecord]:
-        with self.target.files(self.request.direct) as disk:
+        with self.target.files(self.request.direct, self.request.former) as disk:
 
             def write(name: str, entries: list[Entry]) -> FileRecord:
                 record = write_tensor_file(self.folder / name, entries, disk=disk)
@@ -328,6 +332,11 @@ class _Save:
             disk.sync()
         return records
 
+    def remove_former(self) -> None:
+        """Remove what is left of the former checkpoint when every rank has taken its own files."""
+        if self.request.former:
+            own_files.remove_private(Path(self.request.save_dir) / self.request.former)
+
     def index(self, told: list[dict[str, Any]], written: list[Written]) -> Index:
         """Return the whole index, from the descriptions and reports of all ranks; on rank 0."""
         if self.head is None:
@@ -336,6 +345,7 @@ class _Save:
 
     def commit(self, told: list[dict[str, Any]], written: list[Written]) -> str:
         """Write index, marker, name, and last of all ``latest``; on rank 0."""
+        self.remove_former()
         return str(self.target.commit(self.index(told, written), self.request.latest))
 
 

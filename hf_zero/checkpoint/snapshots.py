@@ -1,7 +1,8 @@
 """Take snapshots of an engine into host memory, and find the newest one after its ranks were started again.
 
 [Note: a snapshot] A snapshot is an ordinary checkpoint in a folder of a tmpfs: written in the background (``commit/background.py``),
-complete or invisible, the previous one kept until the next is complete on all ranks. The folder belongs to the launcher that starts the
+complete or invisible, the previous one kept until the next is complete on all ranks. The one before that stops to be complete while all
+ranks wait; then each rank writes its new files over its own old ones, in the background. The folder belongs to the launcher that starts the
 ranks again ([Note: whose folder]), so a snapshot of another run is never found. Inside it each training of a script has a folder with its
 number, so a script that trains twice does not begin its first training with a snapshot of its second. Whether a snapshot is due depends
 only on the number of optimizer steps; ranks communicate at these steps alone. Beside the client state a snapshot holds the states of the
@@ -153,6 +154,7 @@ class Snapshots:
         self._first = -1  # number of the first step of this process
         self._written = ""  # tag of the snapshot that was begun last
         self._kept = ""  # tag of the newest snapshot that all ranks know to be complete
+        self._older = ""  # tag of the one before it, if this process has written both: ranks write the next one over its files
         self._bytes = 0  # of one snapshot of this node's ranks
         _open[:] = [*_others_of(self), weakref.ref(self)]
         atexit.register(_close_at_end, weakref.ref(self))
@@ -208,13 +210,12 @@ class Snapshots:
 
         What cannot be taken is left out, with a warning, and training goes on.
         """
-        leaves = self._bytes if self._written and self._kept else 0  # one of these two is removed below
-        busy, full = net.any_of([self._background.busy, self._bytes > _free(self.folder) + leaves], "snapshot")
-        if busy and not self._waits:
+        if net.any_rank(self._background.busy, "snapshot") and not self._waits:
             log_rank0("a snapshot is left out: the previous one is still being written. Raise hf_zero.snapshot_steps (%d)", self._every)
             return False
         self.finish(net)
         agreement.quickly(net, "removing the older snapshots", self._remove_older)
+        full = net.any_rank(not self._older and self._bytes > _free(self.folder), "snapshot")  # else it takes the room of the older one
         if full:
             log_rank0("a snapshot is left out: %s has no room for %s", self.folder, gib(self._bytes))
         return not full
@@ -223,13 +224,16 @@ class Snapshots:
         """Wait until the last snapshot is written; collective. If it failed, a line in the log says so."""
         try:
             self._background.finish(net)
-            self._kept = self._written or self._kept
+            if self._written:
+                self._older, self._kept = self._kept, self._written
         except CheckpointError as error:
             log_rank0("%s; the snapshot before it stays", error)
         self._written = ""
 
     def _remove_older(self) -> None:
-        """Remove what killed saves have left, and all snapshots but the newest one that every rank knows to be complete."""
+        """Remove what killed saves have left, and all snapshots but the newest one that every rank knows to be complete. The files of the
+        one before it stay for ``take``, but it no longer counts as complete.
+        """
         if not leads_node():
             return
         launcher_folders.make(self.folder.parent, self.folder.name)
@@ -237,7 +241,8 @@ class Snapshots:
         for path in self.folder.glob("global_step*"):
             if path.name != self._kept:
                 own_files.remove_file(path / MARKER_FILE)  # first, so that it no longer counts as complete
-                own_files.remove_private(path)
+                if path.name != self._older:
+                    own_files.remove_private(path)
 
     def take(self, state: TrainingState, client_state: Mapping[str, Any], beside: Mapping[str, Any], may_pickle: bool) -> None:
         """Copy the state; it is written in the background. Collective.
@@ -269,7 +274,9 @@ class Snapshots:
             node_local=self.on_nodes,
             tag_validation="ignore",
             may_pickle=may_pickle,
+            former=self._older,
         )
+        self._older = ""
         save_checkpoint(state, request, self._background)
         self._written = tag
 
@@ -305,7 +312,7 @@ class Snapshots:
 
         All other snapshots are of steps that will be taken again; the next ``is_ready`` removes them.
         """
-        self._kept, self._written, self._looked_at = tag, "", steps
+        self._kept, self._older, self._written, self._looked_at = tag, "", "", steps
 
     def close(self) -> None:
         """Remove the snapshots, because the training has ended, unless an exception ends it; local."""

@@ -14,6 +14,7 @@ from torch import nn
 
 from hf_zero.core.engine_parts import AppliedAverages, EngineParts, RunAgain, step_schedule
 from hf_zero.core.offloaded_states import OffloadedStates
+from hf_zero.core.optimizer.sharded import through_step
 from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.schedule.torch_internals import recompile_limit
 from hf_zero.core.step.clipping import clip_waiting
@@ -82,7 +83,7 @@ class Engine(nn.Module):
             # Weak: the module's hooks outlive an engine that is dropped.
             self.runtime.backward.on_user_backward = WeakMethod(self._begin_user_backward)
             self.runtime.backward.on_broken_off = WeakMethod(self._broke_off)
-            self.runtime.on_zero_grad = WeakMethod(self._clear)
+            self.runtime.on_zero_grad, self.runtime.on_forward = WeakMethod(self._clear), partial(parts.optimizer.own.parts.take, True)
             self.runtime.on_clip, self.runtime.updated = partial(clip_waiting, ref(self)), WeakMethod(parts.optimizer.updated_tensors)
             parts.optimizer.connect(self.step, self.zero_grad)
             if parts.stepper is not None:
@@ -241,7 +242,7 @@ class Engine(nn.Module):
         with self.clock.phase("step"):
             try:
                 watch = self.spikes.watch(progress.global_steps, progress.global_samples, samples)
-                result = self.stepper.take(watch)  # type: ignore[union-attr]
+                result = through_step(self.stepper.optimizer, lambda: self.stepper.take(watch), self.optimizer)  # type: ignore[union-attr]
             except Exception as error:
                 self._explain(self, error, "step")
                 self.accumulation.refused()
@@ -296,7 +297,7 @@ class Engine(nn.Module):
         Returns:
             The ids of the parameters whose ``grad`` must stay: one that joins at the coming step has its gradients so far there.
         """
-        self.runtime.forget_broken()
+        self.runtime.begin_clearing()
         if self.stepper is None:
             return frozenset()
         given, count = set(map(id, params)), self.accumulation

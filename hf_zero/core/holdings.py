@@ -14,6 +14,7 @@ import torch
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.units.shard import has_memory
+from hf_zero.core.units.sharded_parameter import gradients_of
 from hf_zero.core.units.unit import Unit
 
 KINDS = ("parameters", "gradients", "masters", "moments", "gathered", "activations", "logits", "communication", "other")
@@ -76,7 +77,7 @@ def gradients(entries: Sequence[UnitGradients], module: torch.nn.Module) -> Iter
     pools = {id(entry.collected.pool): entry.collected.pool for entry in entries}
     for tensors in (*(entry.tensors() for entry in entries), *(pool.tensors() for pool in pools.values())):
         yield from (Holding("gradients", tensor) for tensor in tensors)
-    yield from (Holding("gradients", param.grad) for param in module.parameters() if param.grad is not None)
+    yield from (Holding("gradients", grad) for grad in gradients_of(module.parameters()) if grad is not None)
 
 
 def bytes_by_kind(held: Iterable[Holding]) -> Counter[tuple[str, str]]:

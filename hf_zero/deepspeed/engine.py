@@ -102,6 +102,7 @@ class Engine(ConfiguredEngine):
     train_batch = requests.train_batch
     allreduce_gradients = requests.allreduce_gradients
     _backward_epilogue = requests.backward_epilogue
+    _broadcast_model = requests.broadcast_model
     no_sync = requests.no_sync  # type: ignore[assignment]  # core's takes an argument
     coalesce_grad_reduction = requests.coalesce_grad_reduction
     set_train_batch_size = requests.set_train_batch_size
@@ -222,6 +223,19 @@ class Engine(ConfiguredEngine):
             "copy.deepcopy of an engine: its hooks, process groups and optimizer belong to one module. Copy the module, "
             "copy.deepcopy(engine.module), and give the copy to deepspeed.initialize or accelerator.prepare; to have whole weights, copy "
             "it inside `with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):`"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to pickle the engine.
+
+        Raises:
+            StateError: Always; its process groups, hooks and optimizer belong to this process.
+        """
+        raise StateError(
+            "an engine was pickled (torch.save, pickle): its process groups, hooks and optimizer belong to this process. Save the module, "
+            "torch.save(engine.module, file), at stage 3 inside `with "
+            "deepspeed.zero.GatheredParameters(list(engine.module.parameters())):` on all ranks; or save what training needs with "
+            "engine.save_checkpoint(folder)"
         )
 
     def __setattr__(self, name: str, value: Any) -> None:

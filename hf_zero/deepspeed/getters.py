@@ -14,11 +14,10 @@ import torch
 
 from hf_zero.core.optimizer.segments import learning_rates
 from hf_zero.core.schedule.torch_internals import compiled_call
-from hf_zero.deepspeed import held_weights
+from hf_zero.deepspeed import held_weights, replaced
 from hf_zero.deepspeed.configured import ConfiguredEngine
 from hf_zero.deepspeed.moe.layer import MoE, has_moe_layers
 from hf_zero.deepspeed.timers import SynchronizedWallClockTimer, ThroughputTimer
-from hf_zero.errors import StateError
 from hf_zero.metrics import EventWriter
 
 
@@ -284,30 +283,6 @@ VALUES: dict[str, Getter] = {
 }
 
 
-_IN_CONFIGURATION = "write {} in the configuration that initialize() is given"
-
-# Names that DeepSpeed's engine reads as it trains and this one does not, with the way to change what they say.
-_REMEDIES = {
-    "train_batch_size": "call engine.set_train_batch_size(samples)",
-    "gradient_accumulation_steps": "call engine.set_train_batch_size(samples)",
-    "train_micro_batch_size_per_gpu": "call engine.set_train_micro_batch_size(samples)",
-    "is_gradient_accumulation_boundary": "call engine.set_gradient_accumulation_boundary(is_boundary)",
-    "gradient_clipping": "set engine.optimizer.clip_grad",
-    "loss_scale": "set engine.optimizer.loss_scale",
-    "gradient_average": _IN_CONFIGURATION.format('`gradient_allreduce_op` ("sum" is False)'),
-    **{
-        name: _IN_CONFIGURATION.format(f"`{key}`")
-        for name, key in (
-            ("communication_data_type", "communication_data_type"),
-            ("gradient_predivide_factor", "gradient_predivide_factor"),
-            ("postscale_gradients", "prescale_gradients"),
-            ("zero_optimization_stage", "zero_optimization.stage"),
-            ("_config", "a key"),
-        )
-    },
-}
-
-
 def _micro_steps(engine: ConfiguredEngine, value: int) -> None:
     engine.accumulation.count_from(value, engine.discard_gradients)
 
@@ -326,8 +301,8 @@ def assign(engine: ConfiguredEngine, name: str, value: Any) -> bool:
     """Store a value that a script assigns to a name of the tables; return False if the assignment is an ordinary one.
 
     [Note: assigned values] DeepSpeed's engine reads its counters and calls its own getters as it trains, so an assignment to one of them
-    changes training. Here a counter accepts a number, and the names in ``_REMEDIES`` are errors. All other values of the tables are only
-    told to scripts: one that a script assigns replaces the answer.
+    changes training. Here a counter accepts a number, and the names in ``replaced`` are errors or a warning. All other values of the tables
+    are only told to scripts: one that a script assigns replaces the answer.
 
     Raises:
         StateError: The value would change training with DeepSpeed and nothing here; or see ``Accumulation.count_from``.
@@ -336,10 +311,10 @@ def assign(engine: ConfiguredEngine, name: str, value: Any) -> bool:
     if name in COUNTERS:
         COUNTERS[name](engine, index(value))
         return True
-    if name in _REMEDIES:
-        raise StateError(
-            f"engine.{name} was assigned {value!r}, but the engine does not read it, so nothing would change: {_REMEDIES[name]}"
-        )
+    plain = name in VALUES and isinstance(value, (bool, int, float, torch.dtype))
+    if plain and name in replaced.REMEDIES and value == VALUES[name](engine):
+        return True  # nothing changes
+    replaced.tell(name, value, "engine")
     return False
 
 

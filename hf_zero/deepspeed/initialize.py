@@ -31,9 +31,11 @@ from hf_zero.deepspeed.alias.finder import answers_deepspeed
 from hf_zero.deepspeed.engine import Engine
 from hf_zero.deepspeed.loss_scalers import EngineLossScaler
 from hf_zero.deepspeed.moe.layer import require_known_experts
+from hf_zero.deepspeed.optimizer import DeepSpeedOptimizer
 from hf_zero.deepspeed.param_attributes import PARAM_ATTRIBUTES
 from hf_zero.deepspeed.pipe.engine import PipelineEngine
 from hf_zero.deepspeed.pipe.module import PipelineModule, require_undivided
+from hf_zero.deepspeed.replaced import Watched
 from hf_zero.errors import ConfigError
 from hf_zero.expert_parallel.find import modules_of_experts
 from hf_zero.observe import announce as announce_line
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from hf_zero.config.schema.root import ZeroConfig
 
 _ASKED = "_hf_zero_tp_asked"
+_watched = Watched(Engine, PipelineEngine, DeepSpeedOptimizer)
 
 
 def require_consistent(model: nn.Module, config: ZeroConfig, mpu: Any) -> None:
@@ -155,10 +158,7 @@ def initialize(
         UnsupportedError: The configuration or an argument requests an unsupported feature.
         StateError: Ranks have different settings, models or optimizers; on every rank.
     """
-    if model is None:
-        raise ConfigError("initialize() needs model=, a torch.nn.Module")
-    if isinstance(model, PipelineModule):
-        require_undivided(model)
+    model = _begun(model)
     source = _source_of(args, config if config is not None else config_params)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     model_parameters = take_float8(model, optimizer, model_parameters)
@@ -191,6 +191,22 @@ def initialize(
         engine.collate_fn = collate_fn
         engine.training_dataloader = engine.deepspeed_io(training_data, route=engine.training_route)
     return engine, engine.optimizer if inner is not None else None, engine.training_dataloader, engine.lr_scheduler
+
+
+def _begun(model: nn.Module | None) -> nn.Module:
+    """Return ``model`` after the checks that need neither ranks nor the configuration.
+
+    Raises:
+        ConfigError: There is no model.
+        StateError: A script has replaced a method of DeepSpeed's classes that nothing here calls.
+        UnsupportedError: ``model`` is a PipelineModule that something else has divided.
+    """
+    if model is None:
+        raise ConfigError("initialize() needs model=, a torch.nn.Module")
+    if isinstance(model, PipelineModule):
+        require_undivided(model)
+    _watched.tell()
+    return model
 
 
 def _source_of(args: Any, config: Any) -> Any:

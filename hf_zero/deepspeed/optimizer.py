@@ -13,7 +13,7 @@ from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.units.layout import FROZEN
 from hf_zero.core.units.unit import Unit
 from hf_zero.core.units.values import all_gather_updated, publish
-from hf_zero.deepspeed import requests, safe_values
+from hf_zero.deepspeed import replaced, requests, safe_values
 from hf_zero.deepspeed.offload_handle import OffloadHandle
 from hf_zero.deepspeed.served.state_files import FP32_FLAT_GROUPS, SINGLE_PARTITION_OF_FP32_GROUPS
 from hf_zero.errors import ConfigError, StateError
@@ -170,7 +170,7 @@ def _trained(optimizer: ShardedOptimizer) -> list[Unit]:
 def norm_groups(optimizer: DeepSpeedOptimizer) -> list[torch.Tensor]:
     """Return the norm of each param group's gradients that wait for ``step``, over all ranks, times ``loss_scale``, 0-dim; collective."""
     engine = optimizer._engine()
-    parts = optimizer.averaged_gradients
+    parts = optimizer._gradient_parts()
     squares = torch.zeros(len(optimizer.param_groups), dtype=torch.float64, device=engine.device)
     for group, tensors in parts.items():
         for part in tensors:
@@ -213,9 +213,32 @@ class DeepSpeedOptimizer(ShardedOptimizer):
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
+        if value != self.loss_scale and self._engine().accumulation.in_window:
+            raise StateError(
+                f"the loss scale was set to {value!r}, but gradients that were scaled by {self.loss_scale:g} wait for step(): set it "
+                "before the first micro-step of an optimizer step"
+            )
         self.scaler.cur_scale = value
 
     cur_scale = loss_scale
+
+    def override_loss_scale(self, loss_scale: float) -> None:
+        """Multiply the loss by ``loss_scale`` from the next micro-step on, in place of the engine's own scale, until the next call.
+
+        Raises:
+            ConfigError: The number is not a finite number above 0.
+            StateError: Gradients with another scale wait for ``step``.
+        """
+        self.loss_scale, self.scaler.dynamic = loss_scale, False
+
+    def check_overflow(self, *_args: Any, **_kwargs: Any) -> bool:
+        """Return whether a gradient that waits for ``step`` is not finite on any rank, and set ``overflow``; collective.
+
+        False before the backward that completes an optimizer step.
+        """
+        engine = self._engine()
+        self.overflow = engine.accumulation.awaits_update and not math.isfinite(engine.stepper.measure())
+        return self.overflow
 
     @property
     def dynamic_loss_scale(self) -> bool:
@@ -262,6 +285,10 @@ class DeepSpeedOptimizer(ShardedOptimizer):
         """Return the gradient norm (``norm``) as a float."""
         return None if self.norm is None else float(self.norm)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        replaced.tell(name, value, "engine.optimizer", method=True)
+        super().__setattr__(name, value)
+
     def _engine(self) -> Any:
         if self.engine is None:
             raise StateError("this optimizer no longer belongs to an engine, because engine.destroy() was called")
@@ -302,6 +329,12 @@ class DeepSpeedOptimizer(ShardedOptimizer):
 
         The dict is empty if no gradients wait for ``step``.
         """
+        shown = self._engine().stepper.reducer.shown
+        shown.begin_read()
+        shown.reads.lent = True
+        return self._gradient_parts()
+
+    def _gradient_parts(self) -> dict[int, list[torch.Tensor]]:
         parts: dict[int, list[torch.Tensor]] = {}
         for gradients in self._engine().stepper.reducer.gradients:
             held = gradients.held()

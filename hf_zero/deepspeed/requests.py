@@ -86,6 +86,10 @@ def allreduce_gradients(engine: ConfiguredEngine, *_args: Any, **_kwargs: Any) -
     """Do nothing, because backward reduces gradients."""
 
 
+def broadcast_model(engine: ConfiguredEngine) -> None:
+    """Do nothing: ``initialize`` has given all ranks rank 0's values. Scripts read this method to put it back after their own."""
+
+
 def backward_epilogue(engine: ConfiguredEngine) -> None:
     """Do nothing: a ``loss.backward()`` ends by itself here. Scripts for DeepSpeed before 0.18.3 call this on each engine after a backward
     of a loss that engines share.

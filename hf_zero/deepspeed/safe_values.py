@@ -103,7 +103,8 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     """Return the unsharded gradient of ``param`` that the next step will use, averaged over ranks, without loss scale; collective.
 
     Returns:
-        A new tensor; None if there is no gradient, because it is not between backward and step.
+        A new tensor; None if there is no gradient. In a loop over accelerate the gradients of a step stay until ``zero_grad`` or the next
+        forward, see [Note: gradients after a step].
 
     Raises:
         StateError: A script has written a gradient to ``param.grad`` that the step would refuse; on every rank.
@@ -113,10 +114,12 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
         waiting = ((grad, scaler) for trained, scaler in _joining.items() if (grad := trained.gradient_of(param)) is not None)
         return next((grad / scaler.scale for grad, scaler in waiting), None)
     training = _training[owner[0]]
-    training.shown.drop_removed([param])
+    training.shown.begin_read([param])
     grad = written_gradient(training.gradients, owner[1], training.shown, _everyone(training.gradients))
     grad = grad if grad is not None else _summed(training, *owner)
-    return grad if grad is None or training.scaler.scale == 1.0 else grad / training.scaler.scale
+    if grad is None:
+        return training.shown.reads.of_last_step(*owner)
+    return grad if training.scaler.scale == 1.0 else grad / training.scaler.scale
 
 
 def _summed(training: Training, unit: Unit, index: int) -> torch.Tensor | None:
@@ -168,6 +171,7 @@ def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     """
     unit, index = _must_find(param, "safe_set_full_grad")
     training = _training[unit]
+    training.shown.begin_read([param])
     write_gradient(training.gradients, index, value * training.scaler.scale)
     training.shown.replace_written(param)
 
@@ -227,12 +231,13 @@ def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
     if owner is None:
         return None
     training = _training[owner[0]]
-    training.shown.drop_removed([param])
+    training.shown.begin_read([param])
     _require_own(training, *owner, "safe_get_local_grad")
     held = training.gradients.held()
     if held is None:
         return None
     part = owner[0].shard_part(owner[1], held)
+    training.shown.reads.lent |= training.scaler.scale == 1.0
     return part if training.scaler.scale == 1.0 else part / training.scaler.scale
 
 
@@ -262,7 +267,7 @@ def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     """
     unit, index = _must_find(param, "safe_set_local_grad")
     training = _training[unit]
-    training.shown.drop_removed([param])
+    training.shown.begin_read([param])
     _require_own(training, unit, index, "safe_set_local_grad")
     unit.shard_part(index, training.gradients.writable(index)).copy_(value * training.scaler.scale)
     training.shown.replace_written(param)

@@ -89,10 +89,16 @@ def backward(method: Callable[..., None], wrapper: Any, loss: Any, *args: Any, *
     """Replace ``DeepSpeedEngineWrapper.backward``: leave the update to ``optimizer.step()`` ([Note: when accelerate steps]).
 
     Raises:
-        StateError: Many updates wait, and the loop never calls ``optimizer.step()``.
+        StateError: Many updates wait, and the loop never calls ``optimizer.step()``; or the model was prepared without an optimizer.
         ConfigError: The loader's batch size differs from the configuration's.
     """
     engine = wrapper.engine
+    if isinstance(engine, Engine) and engine.stepper is None and not engine.destroyed:
+        raise StateError(
+            "accelerator.backward(): the model was prepared without an optimizer, so nothing would train it. An engine gets model and "
+            "optimizer together, and accelerator.prepare(optimizer) in a call of its own does not reach it: write model, optimizer = "
+            "accelerator.prepare(model, optimizer), with the loaders and the scheduler in the same call"
+        )
     if not isinstance(engine, Engine) or not isinstance(engine.optimizer, ShardedOptimizer):
         return method(wrapper, loss, *args, **kwargs)
     loop = _begun(engine)
@@ -128,6 +134,8 @@ def _begun(engine: Engine) -> _Loop:
     assert isinstance(engine.optimizer, ShardedOptimizer)
     if engine.optimizer not in _loops:
         script_values.require_own_batch(engine)
+        if engine.stepper is not None:
+            engine.stepper.keeps = True  # zero_grad() follows each step, and scripts read gradients before it
     return _loops.setdefault(engine.optimizer, _Loop())
 
 
@@ -266,7 +274,10 @@ def zero_grad(method: Callable[..., None], wrapper: Any, *args: Any, **kwargs: A
     """
     method(wrapper, *args, **kwargs)
     loop = _loop_of(wrapper)
-    if loop is None or not loop.waiting or not _gradient_state().sync_gradients:
+    if loop is None or not _gradient_state().sync_gradients:
+        return
+    if not loop.waiting:
+        wrapper.optimizer.engine.runtime.begin_clearing()
         return
     loop.waiting, loop.dropped = 0, loop.dropped + (not loop.steps)
     if loop.dropped > _MOST:
@@ -300,7 +311,10 @@ def clip_grad_norm_(method: Callable[..., Any], accelerator: Any, parameters: An
     if loop is not None:
         loop.clips = True
     norm = _norm_of_waiting(engine)
-    return engine.get_global_grad_norm() if norm is None else norm
+    if norm is None:
+        return engine.get_global_grad_norm()
+    engine.stepper.note_clipping(engine.progress.last_norm)  # type: ignore[union-attr, arg-type]  # an update waits, and has been measured
+    return norm
 
 
 def _engine_of(accelerator: Any, params: Sequence[torch.Tensor]) -> Any:

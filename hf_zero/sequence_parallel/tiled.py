@@ -131,7 +131,7 @@ class TiledFusedLogitsLoss:
         """Return the scalar ``fn(self, x, y)``, or ``fn(self, x, y, mask)`` with a mask, from tiles of all three.
 
         Args:
-            fn: Gives the loss of a tile, a scalar.
+            fn: Gives the loss of a tile, a scalar, from x (tokens, hidden), y (tokens, ...) and mask (tokens, ...), as DeepSpeed does.
             self: Whatever ``fn`` computes with: the model, say.
             x: Hidden states (batch, seqlen, hidden).
             y: Targets (batch, seqlen, ...).
@@ -150,7 +150,8 @@ class TiledFusedLogitsLoss:
             if x.dim() < 2 or (value is not None and value.shape[:2] != x.shape[:2]):
                 found = None if value is None else tuple(value.shape)
                 raise ConfigError(f"x has shape {tuple(x.shape)} and {name} {found}; both begin with (batch, seqlen)")
-        parts = [_tiles(value, shards, _SEQUENCE_DIM) for value in (x, y, mask) if value is not None]
+        # Functions for DeepSpeed may call ``view(-1)`` of a tile, and get tokens in one dimension there.
+        parts = [_tiles(value.flatten(0, 1), shards, 0) for value in (x, y, mask) if value is not None]
         return _reduced([_recomputed(fn, self, *tile) for tile in zip(*(part or () for part in parts), strict=True)], output_reduction)
 
 

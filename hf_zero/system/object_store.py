@@ -18,7 +18,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +42,14 @@ _FINAL = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError
 _WITHOUT_FOLDERS = frozenset(("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "hf", "oss", "oci", "ocilake", "memory", "r2"))
 _LOCAL = frozenset(("file", "local"))
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "hf": "huggingface_hub"}
+_S3 = frozenset(("s3", "s3a"))
 _ASK_LATER = {408, 425, 429}
+# Conditions of a write: arguments of fsspec's ``pipe_file``, and the answers of stores that refuse it.
+_ALWAYS: Mapping[str, str] = {}
+_IF_NEW: Mapping[str, str] = {"mode": "create"}
+_UNMET_CONDITION = ("PreconditionFailed", "412", "409")
+_UNKNOWN_CONDITION = ("NotImplemented", "501")
+_MORE_BYTES = 1 << 16  # that a small object may have beyond the one that takes its place
 
 
 def is_url(text: object) -> bool:
@@ -319,14 +326,14 @@ class ObjectPath:
         self._make_room()
         tried(self, lambda: self._put(data))
 
-    def _put(self, data: bytes, new: bool = False) -> None:
+    def _put(self, data: bytes, condition: Mapping[str, str] = _ALWAYS) -> None:
         """Write an object in one request; on a disk, where a writer may be killed half-way, under another name first."""
         if not self._has_protocol(_LOCAL):
-            self.fs.pipe_file(self.key, data, **({"mode": "create"} if new else {}))
+            self.fs.pipe_file(self.key, data, **condition)
             return
         other = f"{self.key}.{os.urandom(4).hex()}.part"
         self.fs.pipe_file(other, data)
-        if new:
+        if condition == _IF_NEW:
             try:
                 self.fs.link(other, self.key)
             finally:
@@ -341,26 +348,54 @@ class ObjectPath:
             FileExistsError: An object with other content exists.
             OSError: The store refuses.
         """
+        if self._info() is not None and self.get(len(data) + _MORE_BYTES) != data:
+            raise FileExistsError(errno.EEXIST, "it exists", str(self))
+        self._put_if(data, _IF_NEW)
+
+    def put_over(self, data: bytes, former: bytes) -> None:
+        """Write a small object in place of one with the content ``former``, or of one that has been deleted meanwhile. S3 compares in the
+        moment of the write; other stores are asked before the write.
+
+        Raises:
+            FileExistsError: The object has other content by now.
+            OSError: The store refuses.
+        """
+        found = self._info()
+        if found is None:
+            self.put_new(data)
+            return
+        if self.get(len(data) + _MORE_BYTES) not in (former, data):  # after the tag was asked for: if it changes between, the tag is stale
+            raise FileExistsError(errno.EEXIST, "it has other content", str(self))
+        self._put_if(data, {"IfMatch": found["ETag"]} if self._has_protocol(_S3) and found.get("ETag") else _ALWAYS)
+
+    def _put_if(self, data: bytes, condition: Mapping[str, str]) -> None:
+        """Write a small object under a condition; without it if the store knows no conditions.
+
+        Raises:
+            FileExistsError: The condition is not met, and the object has other content.
+            OSError: The store refuses.
+        """
         self._make_room()
 
         def ask() -> None:
             try:
-                self._put(data, new=True)
+                self._put(data, condition)
             except FileExistsError:
                 raise
             except (NotImplementedError, TypeError, ValueError):
                 self._put(data)
             except Exception as error:
-                if not _is_condition(error):
+                if condition and _code_of(error) in _UNKNOWN_CONDITION:
+                    self._put(data)
+                elif condition and _code_of(error) in _UNMET_CONDITION:
+                    raise FileExistsError(errno.EEXIST, "it exists", str(self)) from None
+                else:
                     raise
-                raise FileExistsError(errno.EEXIST, "it exists", str(self)) from None
 
-        if self._info() is not None and self.get(len(data) + (1 << 16)) != data:
-            raise FileExistsError(errno.EEXIST, "it exists", str(self))
         try:
             tried(self, ask)
         except FileExistsError:
-            if self.get(len(data) + (1 << 16)) != data:  # else it is ours: the answer to the first try was lost
+            if self.get(len(data) + _MORE_BYTES) != data:  # else it is ours: the answer to the first try was lost
                 raise
 
     @contextmanager
@@ -439,11 +474,10 @@ class _Status:
 Place = Path | ObjectPath
 
 
-def _is_condition(error: Exception) -> bool:
-    """Return whether a store refused a conditional write because the object exists."""
+def _code_of(error: Exception) -> str:
+    """Return the code of a store's answer, as text; "None" if it has none."""
     response = getattr(error.__cause__, "response", None)
-    code = response.get("Error", {}).get("Code") if isinstance(response, dict) else getattr(error, "code", None)
-    return str(code) in ("PreconditionFailed", "ConditionalRequestConflict", "412", "409")
+    return str(response.get("Error", {}).get("Code") if isinstance(response, dict) else getattr(error, "code", None))
 
 
 def _give_up(file: Any) -> None:

@@ -159,7 +159,29 @@ def _look(loop: Any, step: int) -> None:
     loop.optimizer.zero_grad()
 
 
-LOOPS: tuple[Callable[[Any, int], None], ...] = (_rate, _drop, _drop_first, _leave_out, _clip, _edit, _look)
+def _clip_and_edit(loop: Any, step: int) -> None:
+    """Between clipping and the step, as in a Trainer's on_pre_optimizer_step: gradients are clipped, and clipped no more once changed."""
+    loop.backward(step)
+    loop.seen.append(loop.clip(0.01 * (step + 1)))
+    loop.seen.append(loop.gradients(3.0))
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+def _clip_and_change(loop: Any, step: int) -> None:
+    loop.backward(step)
+    loop.seen.append(loop.clip(0.01 * (step + 1)))
+    for param in loop.model.parameters():
+        loop.seen.append(float(param.grad.square().sum()))
+        param.grad.mul_(3.0 if step < 2 else 1.0)
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+LOOPS: tuple[Callable[[Any, int], None], ...] = (
+    _rate, _drop, _drop_first, _leave_out, _clip, _edit, _look, _clip_and_edit, _clip_and_change
+)  # fmt: skip
+_CLIPPING = (_clip, _drop, _clip_and_edit, _clip_and_change)
 
 
 def _close(found: list[Tensor], expected: list[Tensor], label: str) -> None:
@@ -170,7 +192,8 @@ def _between(stage: int) -> None:
     for body in LOOPS:
         for torchs in (False, True) if body is _clip else (False,):
             plain = _Plain()
-            with _accelerator(stage, **({"gradient_clipping": "auto"} if body in (_clip, _drop) and not torchs else {})) as accelerator:
+            keys: dict[str, Any] = {"gradient_clipping": "auto"} if body in _CLIPPING and not torchs else {}
+            with _accelerator(stage, **keys, hf_zero={"show_gradients": body is _clip_and_change}) as accelerator:
                 loop = _Zero(accelerator, torchs)
                 for step in range(STEPS):
                     body(plain, step)
@@ -181,6 +204,7 @@ def _between(stage: int) -> None:
                 loop.model.destroy()
 
 
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
 def test_what_a_script_does_before_the_step_counts(stage: int) -> None:
     ranks.run_ranks(_between, 2, stage)
@@ -219,6 +243,12 @@ def _several_models(stage: int) -> None:
         for model in (first, second):
             model.destroy()
     # Of one model: an optimizer for each part is refused, one that was not prepared with it too, and a second one in its place trains.
+    with _accelerator(stage) as accelerator:
+        model = _build()
+        prepared = [accelerator.prepare(part) for part in (model, _sgd(model))]
+        with pytest.raises(StateError, match=r"prepared without an optimizer.*accelerator\.prepare\(model, optimizer\)"):
+            accelerator.backward(prepared[0](_rows(0)).square().mean())
+        prepared[0].destroy()
     with _accelerator(stage, gradient_accumulation_steps=2) as accelerator:
         model = _build()
         with pytest.raises(UnsupportedError, match=r"given 2 optimizers \(SGD, SGD\)"):
@@ -255,6 +285,7 @@ def _several_models(stage: int) -> None:
         engine.destroy()
 
 
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
 def test_several_models_of_one_accelerator(stage: int) -> None:
     ranks.run_ranks(_several_models, 2, stage)

@@ -322,6 +322,7 @@ def _choose(child: Any, question: str, row: int) -> None:
         child.send(key)
 
 
+@pytest.mark.slow  # fast: `test_loop_equals_plain_pytorch`; the questions are accelerate's
 def test_a_terminals_answers_become_two_ranks_and_their_numbers(model_folder: Path, tmp_path: Path) -> None:
     """On gloo where there is no accelerator; stock accelerate would let both ranks see all rows there."""
     written = answer(tmp_path, TYPED)

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -160,6 +161,7 @@ def _two_plugins(models: Path) -> None:
         second.free_memory()
 
 
+@pytest.mark.slow  # fast: the several models of test_accelerate_between.py
 def test_several_plugins_in_one_program(trainer_models: Path) -> None:
     ranks.run_ranks(_two_plugins, 2, trainer_models)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -84,10 +84,11 @@ def _weights(engine: Any) -> list[torch.Tensor]:
         return [param.detach().clone() for param in engine.module.parameters()]
 
 
-def _clipping() -> None:
+def _clipping(every: bool) -> None:
     from hf_zero.errors import ConfigError, StateError, UnsupportedError
 
-    tried = [(stage, "auto", 0.01) for stage in STAGES] + [(stage, None, 0.01) for stage in STAGES]
+    tried = [(stage, "auto", 0.01) for stage in (STAGES if every else (0, 3))]
+    tried += [(stage, None, 0.01) for stage in (STAGES if every else (2,))]
     tried += [(2, "auto", 5.0), (3, None, math.inf), (1, 0.3, 0.3), (2, 0.3, None), (2, None, None), (3, 0.3, math.inf)]
     for stage, written, asked in tried:
         with _prepared(stage, **{KEY: written}) as prepared:
@@ -143,9 +144,9 @@ def _clipping() -> None:
                 optimizer.step()
 
 
-def _norms_of_what_joins() -> None:
+def _norms_of_what_joins(stages: Sequence[int]) -> None:
     """The first update is measured before it is made: a layer that joins in it counts, and so does a gradient that the script writes."""
-    for stage in STAGES:
+    for stage in stages:
         model, norms = _build(), []
         plain = torch.optim.SGD(model.parameters(), lr=LR)
         with _prepared(stage, frozen=True, **{KEY: "auto"}) as (accelerator, engine, optimizer, loader):
@@ -159,9 +160,9 @@ def _norms_of_what_joins() -> None:
                         side[0].bias.grad = torch.full_like(side[0].bias, 20.0)
                 norms.append(float(accelerator.clip_grad_norm_(engine.parameters(), 0.01)))
                 norms[-1] -= float(nn.utils.clip_grad_norm_(model.parameters(), 0.01))
-                if stage == 0 and step == 0:  # those that are shown are the ones that were measured
-                    assert torch.equal(engine.module[2].bias.grad, torch.full_like(model[2].bias, 30.0))
-                    assert torch.equal(engine.module[0].bias.grad, torch.full_like(model[0].bias, 20.0))
+                if stage == 0 and step == 0:  # those that are shown are clipped by the norm that was measured
+                    torch.testing.assert_close(engine.module[2].bias.grad, model[2].bias.grad)
+                    torch.testing.assert_close(engine.module[0].bias.grad, model[0].bias.grad)
                 optimizer.step()
                 plain.step()
                 optimizer.zero_grad()
@@ -244,10 +245,10 @@ def _stand_ins() -> None:
             prepare(optimizer, scheduler, 0.25)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_the_norm_that_a_script_clips_to_is_the_one_that_counts(world: int) -> None:
-    ranks.run_ranks(_clipping, world)
-    ranks.run_ranks(_norms_of_what_joins, world)
+@pytest.mark.parametrize(("world", "every"), [(2, False), *(pytest.param(world, True, marks=pytest.mark.slow) for world in (1, 2))])
+def test_the_norm_that_a_script_clips_to_is_the_one_that_counts(world: int, every: bool) -> None:
+    ranks.run_ranks(_clipping, world, every)
+    ranks.run_ranks(_norms_of_what_joins, world, STAGES if every else (0, 3))
 
 
 def test_sizes_and_schedules_of_a_script_that_contradict_the_configuration_are_errors() -> None:

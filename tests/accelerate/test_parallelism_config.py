@@ -121,7 +121,7 @@ def one_rank(replicas: int) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "state": model.state_dict()}
 
 
-@pytest.mark.fast_rows("2-sizes0-object-mesh0", "3-sizes1-variables-mesh1", "1-sizes3-object-mesh3")
+@pytest.mark.fast_rows("3-sizes1-variables-mesh1")
 @pytest.mark.parametrize(
     ("stage", "sizes", "how", "mesh"),
     [
@@ -211,6 +211,7 @@ class Counted:
         self.epochs = state["epochs"]
 
 
+@pytest.mark.slow  # fast: test_checkpoint_replicas.py
 @pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_states_are_saved_and_loaded_in_shard_groups(tmp_path: Path, stage: int) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch.utils.data import DataLoader, SequentialSampler
 
@@ -160,12 +161,12 @@ def _weights_and_schedule(made: tuple[Any, Any, Any, Any]) -> tuple[dict[str, li
     return {name: value.flatten().tolist() for name, value in weights.items()}, made[3].state_dict()["last_epoch"]
 
 
-def _all(models: Path, folder: Path) -> None:
-    with mock.patch.object(spikes, "LEAST", 3):
-        _trainer_goes_back(models, folder)
-        with trainers.clean_state():
-            _loop_goes_on_and_back(models, folder)
+def _library(name: str, models: Path, folder: Path) -> None:
+    with mock.patch.object(spikes, "LEAST", 3), trainers.clean_state():
+        {"trainer": _trainer_goes_back, "loop": _loop_goes_on_and_back}[name](models, folder)
 
 
-def test_libraries_go_on_and_back(trainer_models: Path, tmp_path: Path) -> None:
-    ranks.run_ranks(_all, 2, trainer_models, tmp_path, env=RESTARTED)
+# Of Trainer ``tests/checkpoint/test_snapshots.py`` has a run that goes on.
+@pytest.mark.parametrize("name", ["loop", pytest.param("trainer", marks=pytest.mark.slow)])
+def test_libraries_go_on_and_back(name: str, trainer_models: Path, tmp_path: Path) -> None:
+    ranks.run_ranks(_library, 2, name, trainer_models, tmp_path, env=RESTARTED)

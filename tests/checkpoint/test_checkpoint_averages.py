@@ -83,7 +83,7 @@ def _begins_anew(engine: Any, averages: AveragedWeights, folder: Path) -> None:
     assert averages.updates == 3 and other.updates == 0
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [(Run(3), Run(1)), (Run(0), Run(3))], ids=str)
+@pytest.mark.parametrize(("saved", "loaded"), [(Run(3), Run(1)), pytest.param(Run(0), Run(3), marks=pytest.mark.slow)], ids=str)
 def test_any_stage_and_number_of_ranks_reads_them(saved: Run, loaded: Run, tmp_path: Path) -> None:
     expected = ranks.run_ranks(_save, 2, saved, tmp_path)[0]
     ranks.run_ranks(_resume, 2, loaded, tmp_path, expected, False)
@@ -133,6 +133,7 @@ def _split(folder: Path, size: int, loads: bool) -> None:
     engine.destroy()
 
 
+@pytest.mark.slow  # fast: test_checkpoint_tensor_parallel.py
 def test_another_tensor_parallel_size_reads_them(tmp_path: Path) -> None:
     ranks.run_ranks(_split, 2, tmp_path, 2, False)
     ranks.run_ranks(_split, 1, tmp_path, 1, True)

@@ -15,6 +15,7 @@ from tests.support.processes import environment
 from tests.support.rows import slow_but
 
 
+@pytest.mark.fast_rows("writer")
 @pytest.mark.parametrize("name", slow_but(CONFIGS, "writer", "room for some"))
 def test_training_goes_on_while_the_state_of_the_call_is_written(tmp_path: Path, name: str) -> None:
     stage, extra = CONFIGS[name]

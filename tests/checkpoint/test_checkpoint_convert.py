@@ -52,6 +52,7 @@ def _folders() -> list[Any]:
     return [pytest.param(path, id=path.name, marks=() if path.name.endswith(fast) else pytest.mark.slow) for path in DEEPSPEED]
 
 
+@pytest.mark.fast_rows("deepspeed_stage3_bf16_2")
 @pytest.mark.parametrize("folder", _folders())
 def test_a_run_of_deepspeed_goes_on(folder: Path, tmp_path: Path) -> None:
     """Weights are DeepSpeed's bit for bit; with wrong moments, steps, rates or loss scales the next losses or scales would be others."""

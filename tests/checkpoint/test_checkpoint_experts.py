@@ -97,7 +97,7 @@ MOVES = {
 QUICK = ("2 to none", "4 to 2", "adapters, 2 to none", "LAMB, 2 to none", "shard groups to none", "4 beside split layers to none")
 
 
-@pytest.mark.fast_rows("2 to none", "adapters, 2 to none", "LAMB, 2 to none", "4 beside split layers to none")
+@pytest.mark.fast_rows("2 to none", "adapters, 2 to none")
 @pytest.mark.parametrize("move", [pytest.param(move, marks=() if move in QUICK else pytest.mark.slow) for move in MOVES])
 def test_any_size_to_any_other(tmp_path: Path, move: str) -> None:
     (world, *sizes), (other_world, *other_sizes), kind = MOVES[move]
@@ -119,6 +119,7 @@ def test_any_size_to_any_other(tmp_path: Path, move: str) -> None:
     _check_files(tmp_path / "a" / "hf", weights)
 
 
+@pytest.mark.slow  # fast: test_checkpoint_node_local.py
 def test_disks_of_the_nodes(tmp_path: Path) -> None:
     ranks.run_ranks(check_disks, 4, str(tmp_path))
 

@@ -182,6 +182,7 @@ def _disk_full(folder: str, failing_rank: int, stage: int) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
+@pytest.mark.fast_rows("0-3")
 @pytest.mark.parametrize(("failing_rank", "stage"), [(1, 0), (0, 3)])
 def test_full_disk_is_named_on_every_rank_and_the_former_checkpoint_stays(tmp_path: Path, failing_rank: int, stage: int) -> None:
     answers = ranks.run_ranks(_disk_full, WORLD, str(tmp_path), failing_rank, stage)

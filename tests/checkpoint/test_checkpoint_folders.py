@@ -260,6 +260,7 @@ for step in (lambda: staging.finalize(part, "{}"), lambda: staging.publish(part,
 """
 
 
+@pytest.mark.slow  # fast: `test_a_folder_that_another_process_has_taken_is_not_completed`
 def test_a_second_job_that_saves_the_same_tag_is_refused_by_name(tmp_path: Path) -> None:
     """What is complete stays until the first one has its own, and the second works when that is dead."""
     previous = _finalized(tmp_path, "t", '{"n": 1}')

@@ -63,6 +63,7 @@ def test_one_rank_killed_while_it_writes(tmp_path: Path, reference: Any, backgro
     assert _resume(Plan(str(tmp_path), 3), reference) == 1
 
 
+@pytest.mark.slow  # fast: `test_all_ranks_killed_at_a_phase_of_a_save`
 @pytest.mark.parametrize(
     "phase",
     [

@@ -94,6 +94,7 @@ def _load_state(folder: str, stage: int, tp: int, expected: dict[str, torch.Tens
         model.destroy()
 
 
+@pytest.mark.fast_rows("to tensor parallel")
 @pytest.mark.parametrize(
     ("saved", "loaded"), [((2, 2), (1, 3, 1)), ((2, 3), (3, 1, 1)), ((2, 3), (2, 1, 2))], ids=["2to1", "2to3", "to tensor parallel"]
 )

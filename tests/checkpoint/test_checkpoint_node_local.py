@@ -98,6 +98,7 @@ def _uneven(folder: str) -> list[str]:
         return [str(absent.value)]
 
 
+@pytest.mark.slow  # fast: test_checkpoint_faults.py has lost files
 def test_a_checkpoint_that_not_every_node_has_gives_way(tmp_path: Path) -> None:
     # Each node loads a folder of its own name: labels differ, what is sent does not.
     answers = ranks.run_ranks(_uneven, 2, str(tmp_path), ordered=False)

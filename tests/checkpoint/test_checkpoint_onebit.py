@@ -126,5 +126,6 @@ def _adam_to_one_bit(folder: str) -> None:
     engine.destroy()
 
 
+@pytest.mark.slow  # fast: `test_resumed_run_is_the_uninterrupted_one`
 def test_from_adam_and_back(tmp_path: Path) -> None:
     ranks.run_ranks(_adam_to_one_bit, 2, str(tmp_path))

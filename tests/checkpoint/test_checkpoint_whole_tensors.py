@@ -84,6 +84,7 @@ def _same(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert torch.equal(value, found[key]) if isinstance(value, torch.Tensor) else value == found[key], key
 
 
+@pytest.mark.fast_rows("RowScaled-fp16-saved1-loaded1")
 @pytest.mark.parametrize(
     ("name", "dtype", "saved", "loaded"),
     [
@@ -110,6 +111,7 @@ def test_states_move_between_stages_and_numbers_of_ranks(
             assert torch.allclose(end[key], value, rtol=1e-2 if dtype != "fp32" else 1e-4, atol=2e-3 if dtype != "fp32" else 1e-5), key
 
 
+@pytest.mark.slow  # fast: `test_states_move_between_stages_and_numbers_of_ranks`
 def test_each_state_is_written_once(tmp_path: Path) -> None:
     for stage in (0, 3):
         ranks.run_ranks(_save, 2, str(tmp_path / str(stage)), "RowScaled", stage, "fp32")

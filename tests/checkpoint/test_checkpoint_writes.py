@@ -103,3 +103,28 @@ def test_an_error_names_its_file_and_leaves_nothing_open(tmp_path: Path, monkeyp
     assert caught.value.filename == str(tmp_path / "second")
     assert not (tmp_path / "second").exists()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_files_that_nobody_needs_are_written_over(tmp_path: Path) -> None:
+    """Their place gets the new file, whether it is longer or shorter; a file with a second name elsewhere, or a link, is left alone."""
+    former, folder = tmp_path / "former", tmp_path / "new"
+    former.mkdir()
+    folder.mkdir()
+    for name, nbytes in (("longer", 5000), ("shorter", 50), ("shared", 50)):
+        (former / name).write_bytes(b"x" * nbytes)
+    os.link(former / "shared", tmp_path / "second name")
+    (former / "link").symlink_to(tmp_path / "second name")
+    places = {name: (former / name).stat().st_ino for name in ("longer", "shorter")}
+    values = {name: torch.arange(300, dtype=torch.float32) + len(name) for name in ("longer", "shorter", "shared", "link", "other")}
+    with Disk(False, former) as disk:
+        records = {name: write_tensor_file(folder / name, [whole("u", value)], disk=disk) for name, value in values.items()}
+        with pytest.raises(FileExistsError):
+            write_tensor_file(folder / "longer", [], disk=disk)
+        disk.sync()
+    for name, value in values.items():
+        back = torch.empty(300)
+        RangeReader(folder, records).read([Copy(name, "u", 0, back)])
+        assert torch.equal(back, value) and (folder / name).stat().st_size == records[name].nbytes, name
+    assert {name: (folder / name).stat().st_ino for name in places} == places
+    assert (tmp_path / "second name").read_bytes() == b"x" * 50
+    assert sorted(path.name for path in former.iterdir()) == ["link", "shared"]

@@ -42,6 +42,7 @@ def test_resumed_run_is_the_uninterrupted_one(tmp_path: Path, stage: int, dtype:
     ranks.run_ranks(_interrupted, 2, str(tmp_path), stage, dtype)
 
 
+@pytest.mark.slow  # fast: `test_resumed_run_is_the_uninterrupted_one`
 def test_resumed_run_over_two_nodes(tmp_path: Path) -> None:
     """The codes of both hops have errors."""
     ranks.run_ranks(_interrupted, 4, str(tmp_path), 3, "fp16", env={"LOCAL_WORLD_SIZE": "2"})

@@ -141,5 +141,6 @@ def _parts(folder: str, sections: list[dict[str, Any]]) -> None:
             engine.destroy()
 
 
+@pytest.mark.slow  # fast: `test_all_ranks_save_the_same_step_once_and_resume_bit_for_bit`
 def test_ranks_with_other_parts_of_the_model_hear_of_it(tmp_path: Path) -> None:
     ranks.run_ranks(_parts, 2, str(tmp_path), [{"tensor_parallel": {"autotp_size": 2}}, {"pipeline": {"stages": 2}}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -118,6 +119,11 @@ def _written(engine: Any) -> Path:
     return Path(engine.checkpoints.snapshot_folder)
 
 
+def _files_in(folder: Path) -> dict[str, int]:
+    """Return the files of ranks in a snapshot with their places in the file system."""
+    return {path.name: path.stat().st_ino for path in folder.glob("*.safetensors")}
+
+
 def _refusals(folder: Path) -> list[str]:
     told: list[str] = []
     logger.addHandler(handler := logging.Handler())
@@ -145,18 +151,30 @@ def _refusals(folder: Path) -> list[str]:
     # Room for two: the older of them goes before the next one is written.
     with mock.patch.object(snapshots, "_free", lambda folder: nbytes * (2 - len(list(folder.glob("global_step*"))))):
         for step in (8, 10):
+            places = _files_in(kept / "global_step4")
             train(first, step, "bf16", seen)
             _written(first)  # a snapshot that is still being written leaves the next one out
+    assert places and places == _files_in(kept / "global_step10"), "each file was written over the one of the snapshot before the last"
+    assert sorted(path.name for path in kept.glob("global_step*")) == ["global_step10", "global_step8"]
+    broken = mock.patch("hf_zero.checkpoint.save.write_tensor_file", side_effect=OSError(28, "No space left on device"))
+    with broken if ranks.rank() else contextlib.nullcontext():
+        train(first, 12, "bf16", seen)
+        first.checkpoints.snapshots.finish(first.checkpoints.everyone())
+    assert first.checkpoints.snapshots.kept == "global_step10", "rank 0 has written over its files of step 8, rank 1 has failed"
+    train(first, 14, "bf16", seen)
+    _written(first)
+    assert sorted(path.name for path in kept.glob("*global_step*")) == ["global_step10", "global_step14"]
     first.save_checkpoint(folder / "disk", tag="global_step7")
     assert first.load_checkpoint(folder / "disk")[0] == str(folder / "disk" / "global_step7"), "no snapshot after the first step"
     after: Any = _engine(folder)
     path, state = after.load_snapshot()
-    assert path == str(kept / "global_step10") and state == {"seen": json.loads(json.dumps(seen)), "rank": ranks.rank()}
+    assert path == str(kept / "global_step14") and state == {"seen": json.loads(json.dumps(seen)), "rank": ranks.rank()}
     assert differences(full_state(after), full_state(first)) == []
     torch.distributed.barrier()
     if ranks.rank() == 0:
-        (file,) = (kept / "global_step10").glob("master-00001-*")
-        os.truncate(file, 100)
+        for step in (10, 14):
+            (file,) = (kept / f"global_step{step}").glob("master-00001-*")
+            os.truncate(file, 100)
     torch.distributed.barrier()
     damaged: Any = _engine(folder)
     path, _ = damaged.load_checkpoint(folder / "disk")
@@ -164,7 +182,9 @@ def _refusals(folder: Path) -> list[str]:
     explicit: Any = _engine(folder)
     assert explicit.load_checkpoint(folder / "disk", tag="global_step7")[0] == str(folder / "disk" / "global_step7")
     train(explicit, explicit.global_steps + 2, "bf16", [])
-    assert [path.name for path in _written(explicit).glob("global_step*")] == ["global_step12"], "what was left behind is gone"
+    left = [path.name for path in _written(explicit).glob("global_step*")]
+    torch.distributed.barrier()  # rank 0 removes the folder at the end, and rank 1 looks first
+    assert left == ["global_step16"], f"what was left behind is gone: {left}"
     explicit.destroy()
     torch.distributed.barrier()
     assert not kept.exists()

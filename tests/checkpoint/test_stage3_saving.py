@@ -214,6 +214,7 @@ def _model(kind: str) -> nn.Module:
     return model
 
 
+@pytest.mark.fast_rows("gpt2", "lora")
 @pytest.mark.parametrize("kind", ["gpt2", "mixtral", "lora"])
 def test_save_pretrained(kind: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file

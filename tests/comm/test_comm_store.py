@@ -97,6 +97,7 @@ def test_groups_and_attempts_under_torchrun_find_nothing_of_each_other(monkeypat
     assert bootstrap.store_of_launcher(second) is None, "attempts are not counted alike on several machines"
 
 
+@pytest.mark.fast_rows("1-did not reach rank 0 at 127.0.0.1:{port} within 1.2 s: ")
 @pytest.mark.parametrize(
     ("rank", "text"),
     [

@@ -59,6 +59,7 @@ def test_a_shard_comes_to_each_node_once(world: int, per_node: int) -> None:
     ranks.run_ranks(_gather, world, per_node)
 
 
+@pytest.mark.slow  # fast: test_parity_node_parameters.py
 def test_training_is_what_it_is_on_one_node() -> None:
     ranks.run_ranks(check_stages, 4, "odd_mlp", "bf16", 2, 0.1, env={"LOCAL_WORLD_SIZE": "2"})
 

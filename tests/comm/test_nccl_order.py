@@ -98,7 +98,7 @@ def _skips(choice: str, blocks: int, checkpointing: bool, run: Run) -> None:
     check_training(build, feed, loss_of_choice, run, label=choice)
 
 
-@pytest.mark.fast_rows("one ahead-tower0", "one ahead-tower3", "four ahead-tower4")
+@pytest.mark.fast_rows("one ahead-tower3", "four ahead-tower4")
 @thinned("one ahead", limits=LIMITS, tower=[("in_turns", 12), ("last_in_turns", 12), ("drawn", 16), ("in_turns", 24)])
 def test_towers_that_ranks_skip_in_turns(limits: str, tower: tuple[str, int]) -> None:
     on_ranks(_skips, *tower, False, run_of(limits, accumulation=2, clip=0.1))
@@ -109,6 +109,7 @@ def test_experts_in_an_order_of_each_ranks_own(limits: str) -> None:
     on_ranks(_skips, "half_in_any_order", 16, False, run_of(limits, accumulation=2, clip=0.1))
 
 
+@pytest.mark.fast_rows("drawn-16-four ahead")
 @pytest.mark.parametrize(("choice", "blocks", "limits"), [("in_turns", 12, "one ahead"), ("drawn", 16, "four ahead")])
 def test_skipped_blocks_under_activation_checkpointing(choice: str, blocks: int, limits: str) -> None:
     on_ranks(_skips, choice, blocks, True, run_of(limits, accumulation=2))
@@ -140,6 +141,7 @@ def _llava(run: Run) -> None:
     check_training(lambda: seeded(lambda: llava(layers=8)), feed_of(llava_batch), loss, run, label="llava")
 
 
+@pytest.mark.fast_rows("one ahead-_two_towers", "four ahead-_llava")
 @thinned("four ahead", limits=LIMITS, model=[_two_towers, _llava])
 def test_a_rank_without_an_image(limits: str, model: Callable[[Run], None]) -> None:
     on_ranks(model, run_of(limits, accumulation=2, clip=0.1))
@@ -228,7 +230,7 @@ def _adversaries(who_skips: str, run: Run) -> None:
             check(trace, expected, run, name)
 
 
-@pytest.mark.fast_rows("one ahead-critic", "four ahead-generator")
+@pytest.mark.fast_rows("one ahead-critic")
 @thinned("one ahead", limits=LIMITS, who_skips=["generator", "nobody", "critic"])
 def test_two_engines_in_one_backward(limits: str, who_skips: str) -> None:
     on_ranks(_adversaries, who_skips, run_of(limits))
@@ -282,7 +284,7 @@ def _talks_in_forward(run: Run) -> None:
         check_training(lambda: models.pop() if models else build(), CASES["mlp"].rows, class_loss, run, label="all-reduce in forward")
 
 
-@pytest.mark.fast_rows("none", "full")
+@pytest.mark.fast_rows("full")
 @pytest.mark.parametrize("overlap", ["none", "forward", "full"])
 def test_an_all_reduce_in_forward_beside_updates_that_are_late(overlap: str) -> None:
     way = {**LIMITS["four ahead"], "offload_optimizer": {"device": "cpu"}}

@@ -44,9 +44,14 @@ def _check_all(cases: list[Case], folder: Path) -> None:
         _check(case, plain, compiled)
 
 
-def test_parallelism_inside_of_blocks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [Case(3, "engine", "tp", backend="eager"), pytest.param(Case(1, "engine", "sp", backend="eager"), marks=pytest.mark.slow)],
+    ids=["tp", "sp"],
+)
+def test_parallelism_inside_of_blocks(case: Case, tmp_path: Path) -> None:
     """Collectives of split layers and of sliced sequences are operations of the graph; experts are left out of it."""
-    _check_all([Case(3, "engine", "tp", backend="eager"), Case(1, "engine", "sp", backend="eager")], tmp_path)
+    _check_all([case], tmp_path)
 
 
 @pytest.mark.slow

@@ -94,6 +94,7 @@ OWN_KEYS = {
     "hf_zero.snapshot_steps",
     "hf_zero.spike_action",
     "hf_zero.spike_factor",
+    "hf_zero.show_gradients",
     "hf_zero.step_metrics",
     "hf_zero.trace_folder",
     "hf_zero.trace_step",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -25,6 +26,7 @@ WORDS = {word for path in FILES for word in re.findall(r"\w+", path.read_text(en
 PLAIN = [key for key in all_keys().values() if not key.is_section and "*" not in key.path]
 
 
+@functools.cache
 def attributes_read() -> set[tuple[str, str]]:
     """(name before the dot, attribute) of every attribute in the code: `self.config.fp16.enabled` gives (fp16, enabled) and more."""
     found = set()
@@ -34,9 +36,6 @@ def attributes_read() -> set[tuple[str, str]]:
                 holder = node.value
                 found.add((holder.attr if isinstance(holder, ast.Attribute) else getattr(holder, "id", ""), node.attr))
     return found
-
-
-ATTRIBUTES = attributes_read()
 
 
 def test_used_keys_are_read() -> None:
@@ -50,7 +49,7 @@ def test_accepted_keys_are_not_read() -> None:
     def check(path: str) -> None:
         section, _, name = path.rpartition(".")
         section = section.rpartition(".")[2]
-        readers = {holder for holder, attribute in ATTRIBUTES if attribute == name}
+        readers = {holder for holder, attribute in attributes_read() if attribute == name}
         assert not readers & {section, section.removesuffix("_optimization")}, f"{path} is read, so it is not without effect"
 
     each([key.path for key in PLAIN if key.fate == "accepted" and "." in key.path], check)

@@ -85,7 +85,7 @@ RUNS = [Run(stage) for stage in range(4)] + [Run(stage, "bf16") for stage in ran
 RUNS += [Run(2, "bf16", extra=OFFLOADED), Run(3, "fp32", extra=OFFLOADED), Run(3, "bf16", extra=OFFLOADED), Run(3, "fp16")]
 
 
-@pytest.mark.parametrize("run", slow_but(RUNS, RUNS[0], RUNS[2], RUNS[3], RUNS[5], RUNS[7], RUNS[10]), ids=str)
+@pytest.mark.parametrize("run", slow_but(RUNS, RUNS[0], RUNS[2], RUNS[7], RUNS[10]), ids=str)
 def test_the_bits_of_torchs_average(run: Run) -> None:
     ranks.run_ranks(_as_torch, 2, run)
 
@@ -187,6 +187,7 @@ def _laid_out_anew(run: Run, again: Run, folder: Any) -> None:
     assert late.updates == 4 and all(torch.equal(late.whole(name), wanted[name]) for name in trained)
 
 
+@pytest.mark.slow  # fast: `test_the_bits_of_torchs_average`
 @pytest.mark.parametrize(("run", "again"), [(Run(3), Run(3)), (Run(2), Run(1)), (Run(3), Run(2))], ids=str)
 def test_averages_follow_parameters_to_other_units(run: Run, again: Run, tmp_path: Any) -> None:
     ranks.run_ranks(_laid_out_anew, 2, run, again, tmp_path)
@@ -224,5 +225,6 @@ def _at_rest(folder: Any) -> None:
             same(mine, wanted, "at rest")
 
 
+@pytest.mark.slow  # fast: `test_the_bits_of_torchs_average` with offload
 def test_masters_on_nvme_and_under_way(tmp_path: Any) -> None:
     ranks.run_ranks(_at_rest, 2, tmp_path)

@@ -63,6 +63,7 @@ class _Gradients:
     late: bool = False
     left: bool = False  # a sum that goes to the replicas next
     shard: Any = None  # no reduced gradients to show
+    exchange: Any = field(default_factory=lambda: SimpleNamespace(policy=SimpleNamespace(sharded=False)))
     pool: Any = field(default_factory=lambda: SimpleNamespace(clear=lambda: None))
 
     @property

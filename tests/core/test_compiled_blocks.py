@@ -88,7 +88,7 @@ def _both(stage: int, way: str, checkpointing: str, folder: str) -> tuple[list[f
     return plain, compiled, counts
 
 
-@pytest.mark.fast_rows("1-before", "1-parts", "3-engine.compile", "3-regions")
+@pytest.mark.fast_rows("1-parts", "3-engine.compile")
 @pytest.mark.parametrize("way", ["engine.compile", "before", "regions", "parts"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_no_break_and_no_graph_after_the_second_step(stage: int, way: str, tmp_path: Path) -> None:
@@ -102,6 +102,7 @@ def test_no_break_and_no_graph_after_the_second_step(stage: int, way: str, tmp_p
     assert graphs[-1] == graphs[2] <= 3 * kinds, graphs
 
 
+@pytest.mark.slow  # fast: `test_no_break_and_no_graph_after_the_second_step`
 @pytest.mark.fast_rows("not reentrant")
 @pytest.mark.parametrize("checkpointing", ["reentrant", "not reentrant"])
 def test_recomputed_blocks(checkpointing: str, tmp_path: Path) -> None:
@@ -139,6 +140,7 @@ def _part_alone() -> tuple[torch.Tensor, torch.Tensor]:
     return found[0], found[1]
 
 
+@pytest.mark.slow  # fast: `test_no_break_and_no_graph_after_the_second_step` of parts
 def test_a_part_of_a_compiled_block_that_is_called_by_itself() -> None:
     plain, compiled = ranks.run_ranks(_part_alone, 2, timeout=300)[0]
     assert torch.equal(plain, compiled)

@@ -300,6 +300,7 @@ def test_configuration_arguments(tmp_path: Any) -> None:
     ranks.run_ranks(_configuration_arguments, 2, str(tmp_path))
 
 
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_optimizer_situations(stage: int) -> None:
     ranks.run_ranks(_optimizer_situations, 2, stage)

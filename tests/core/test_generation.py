@@ -19,10 +19,18 @@ from tests.support.parity import Run, initialize
 NEW_TOKENS = 7
 
 
-@pytest.mark.parametrize("gather", [True, False])
-def test_tokens_are_those_of_the_plain_model(gather: bool) -> None:
+@pytest.mark.parametrize(
+    ("gather", "names"),
+    [
+        (True, ("llama", "bart")),
+        (False, ("gpt2", "t5", "mixtral")),
+        pytest.param(True, ("gpt2", "t5", "mixtral"), marks=pytest.mark.slow),
+        pytest.param(False, ("llama", "bart"), marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_are_those_of_the_plain_model(gather: bool, names: tuple[str, ...]) -> None:
     """Greedy and beams; decoder-only, encoder-decoder, experts; ranks stop at different lengths; the engine trains afterwards."""
-    ranks.run_ranks(check_tokens, 2, gather)
+    ranks.run_ranks(check_tokens, 2, gather, names)
 
 
 def test_work_of_a_rank_that_finished() -> None:
@@ -37,6 +45,7 @@ def test_three_ranks() -> None:
     ranks.run_ranks(check_tokens, 3, False)
 
 
+@pytest.mark.slow  # fast: `test_tokens_are_those_of_the_plain_model`
 def test_adapters_and_inner_models() -> None:
     """Check a PEFT wrapper and a module that contains a model: the inner ``generate`` runs."""
     ranks.run_ranks(check_inner, 2)
@@ -69,8 +78,8 @@ def lengths(rank: int | None = None) -> dict[str, Any]:
     return {"min_new_tokens": new, "max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
 
 
-def check_tokens(gather: bool) -> None:
-    for name in ("gpt2", "llama", "t5", "bart", "mixtral"):
+def check_tokens(gather: bool, names: tuple[str, ...]) -> None:
+    for name in names:
         plain = CASES[name].build().eval()
         engine = initialize(CASES[name].build(), run(gather))
         engine.eval()

@@ -287,7 +287,7 @@ def _parity_on_hosts(stage: int, adapters: bool) -> None:
     assert all(moved.nbytes for moved in found.values()), found
 
 
-@pytest.mark.fast_rows("2-False", "3-True")
+@pytest.mark.fast_rows("3-True")
 @pytest.mark.parametrize(("stage", "adapters"), [(0, False), (1, True), (2, False), (3, False), (3, True)])
 def test_training_on_two_ranks_is_training_without(stage: int, adapters: bool) -> None:
     ranks.run_ranks(_parity_on_hosts, 2, stage, adapters, timeout=200.0)

@@ -81,6 +81,7 @@ def _right_and_unscaled(stage: int, dtype: str) -> None:
     engine.destroy()
 
 
+@pytest.mark.fast_rows("3-fp16", "2-fp32")
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 @pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
 def test_gradients_of_inputs_are_right_and_unscaled(stage: int, dtype: str) -> None:
@@ -122,7 +123,10 @@ def _nothing_trained(run: Run) -> None:
     check_bitwise(traces[1], traces[0], f"stage {run.stage}")
 
 
-@pytest.mark.parametrize("run", [Run(stage, accumulation=2) for stage in STAGES] + [Run(3, "fp16", accumulation=2)], ids=str)
+IN_BETWEEN = [Run(stage, accumulation=2) for stage in STAGES] + [Run(3, "fp16", accumulation=2)]
+
+
+@pytest.mark.parametrize("run", slow_but(IN_BETWEEN, IN_BETWEEN[0], IN_BETWEEN[2], IN_BETWEEN[-1]), ids=str)
 def test_derivatives_in_between_change_no_training(run: Run) -> None:
     ranks.run_ranks(_nothing_trained, 2, run)
 
@@ -150,6 +154,8 @@ def _recomputed(stage: int) -> None:
     check_bitwise(*traces, "reentrant")
 
 
+@pytest.mark.slow  # fast: `test_gradients_of_inputs_are_right_and_unscaled`
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
 def test_recomputation_in_a_backward_for_inputs(stage: int) -> None:
     ranks.run_ranks(_recomputed, 2, stage)
@@ -181,6 +187,7 @@ def _penalty(stage: int, transform: bool, gather: bool) -> None:
     engine.destroy()
 
 
+@pytest.mark.fast_rows("3-autograd", "2-gathered", "3-torch.func")
 @pytest.mark.parametrize(("transform", "gather"), [(False, False), (False, True), (True, True)], ids=["autograd", "gathered", "torch.func"])
 @pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
 def test_gradient_penalties(stage: int, transform: bool, gather: bool) -> None:

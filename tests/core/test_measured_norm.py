@@ -45,11 +45,14 @@ def _measured(stage: int) -> None:
             assert norm == asked.get_global_grad_norm() == plain.get_global_grad_norm()
         assert differences(full_state(asked), full_state(plain)) == []
         # Every rank takes the norm again if one rank has changed a gradient.
-        for change in ("all", "one"):
+        for change in ("all", "one", "data"):
             _backward(asked, 2)
             norm = asked.stepper.measure()
             if change == "all":
                 safe_set_full_grad(trained[0], 3 * safe_get_full_grad(trained[0]))
+            elif change == "data":  # no counter shows it
+                for part in asked.optimizer.averaged_gradients[0] if ranks.rank() == 0 and stage else ():
+                    part.data.mul_(5)
             elif ranks.rank() == 0 and stage:
                 for one in trained:
                     own = safe_get_local_grad(one)

@@ -144,7 +144,7 @@ def _in_pieces(stage: int) -> None:
         check_training(InPieces, _counted_rows, _loss_in_pieces, run, label=f"{dtype} in pieces")
 
 
-@pytest.mark.fast_rows("1", "3")
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_layer_that_ranks_recompute_in_different_numbers_of_pieces(stage: int) -> None:
     ranks.run_ranks(_in_pieces, 2, stage)
@@ -213,6 +213,7 @@ def _run_again(stage: int) -> None:
         check_training(Fragile, MLP.rows, loss, _run(stage, accumulation=2), label=where)
 
 
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_forward_that_one_rank_runs_again_is_one_micro_step(stage: int) -> None:
     ranks.run_ranks(_run_again, 2, stage)
@@ -239,7 +240,7 @@ def _broken_backwards(stage: int) -> list[list[str]]:
     return said
 
 
-@pytest.mark.fast_rows("0", "3")
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_backward_that_breaks_off_on_one_rank_is_told_on_all(stage: int) -> None:
     others, broken = ranks.run_ranks(_broken_backwards, 2, stage)

@@ -81,6 +81,7 @@ def _beside_what_rests(frozen: tuple[str, ...]) -> None:
         engine.destroy()
 
 
+@pytest.mark.fast_rows("frozen0-2", "frozen2-2")
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("frozen", [("0.bias",), ("2.weight", "3.bias"), ("0.weight", "2.bias", "3.weight", "3.bias")])
 def test_a_state_is_there_beside_parameters_that_rest(world: int, frozen: tuple[str, ...]) -> None:

@@ -151,6 +151,7 @@ def test_zero2_config_holds_the_values_of_the_experiment() -> None:
 # Whole runs
 
 
+@pytest.mark.slow  # fast: test_example_clm.py, test_trainer_generation.py
 @pytest.mark.timeout(TEST_SECONDS)
 def test_zero3_run_generates_on_both_ranks_and_then_talks(
     example: SimpleNamespace, samples: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -118,6 +118,7 @@ def _loss(engine: Any) -> float:
     return float(zoo.loss(engine, batch).detach())
 
 
+@pytest.mark.slow  # fast: test_sequence_training.py, test_expert_training.py
 def test_slices_of_sequences_share_experts() -> None:
     """Sequence parallelism over the same ranks, and over half of them."""
     ranks.run_ranks(check_slices, 2, 3)
@@ -130,6 +131,7 @@ def check_slices(stage: int) -> None:
     sequences.compare(sequences.sliced(sequences.mixtral, run, Data(prompt=3), 2), expected, "slices of sequences share experts")
 
 
+@pytest.mark.slow  # fast: test_pipeline_loading.py has one
 def test_distributed_config_beside_a_deepspeed_configuration(tmp_path: Path) -> None:
     build(MIXTRAL).save_pretrained(tmp_path)
     ranks.run_ranks(check_distributed_config, 2, str(tmp_path))

@@ -25,6 +25,7 @@ ADAPTED = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate
 # ------------------------------------------------------------------------------------------------ groups of ranks
 
 
+@pytest.mark.slow  # fast: `test_codes_of_everything_but_experts`
 def test_shard_groups_and_copies_in_the_node() -> None:
     ranks.run_ranks(check_groups, 4)
 

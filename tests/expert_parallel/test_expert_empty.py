@@ -24,11 +24,12 @@ def test_ranks_with_nothing(every: bool) -> None:
 
 
 def check_stacked(every: bool) -> None:
-    for stage in (0, 2, 3) if every else (0, 3):
+    for stage in (0, 2, 3) if every else (0,):
         check_experts(MIXTRAL, Run(stage, clip=0.1), 2, prepare=idle)
     for stage in (1, 3) if every else (3,):
         check_training(lambda: build(MIXTRAL), half_masked, summed_loss, with_experts(Run(stage), 2), label="a rank without labels")
-        check_experts(MIXTRAL, Run(stage), 2, prepare=only_routers)
+        if every:
+            check_experts(MIXTRAL, Run(stage), 2, prepare=only_routers)
         check_experts(MIXTRAL, Run(stage), 2, prepare=lambda model: with_adapters(idle(model), **ON_EXPERTS))
     for reentrant in (False, True) if every else (False,):
         check_experts(MIXTRAL, Run(3), 2, prepare=lambda model, kind=reentrant: recomputed(idle(model), kind))

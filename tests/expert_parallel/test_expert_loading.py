@@ -25,6 +25,7 @@ def _saved(folder: Path, name: str) -> Reads:
     return saved_sizes(build(name), folder)
 
 
+@pytest.mark.fast_rows("GptOssForCausalLM", "MixtralForCausalLM")
 @pytest.mark.parametrize("name", [ONE_BY_ONE, STACKED, LISTED])
 def test_a_rank_reads_its_own_experts_alone(tmp_path: Path, name: str) -> None:
     sizes = _saved(tmp_path, name)

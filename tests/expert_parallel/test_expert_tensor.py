@@ -43,6 +43,7 @@ def check_both(name: str, run: Run, tp: int, ep: int, odd: bool = False, **chang
     return check_experts(name, with_split_layers(run, tp), ep, feed, limit=ROUNDED if run.dtype != "fp32" else None, **changes)
 
 
+@pytest.mark.slow  # fast: `test_kinds_of_training`
 @pytest.mark.fast_rows("2")
 @pytest.mark.parametrize("size", [2, 4])
 def test_on_four_ranks(size: int) -> None:
@@ -149,6 +150,7 @@ def check_shares(folder: str) -> None:
         del holder
 
 
+@pytest.mark.slow  # fast: test_expert_trainer.py
 def test_trainer(tmp_path: Path) -> None:
     ranks.run_ranks(check_trainer, 2, str(tmp_path), group=False)
 

@@ -22,6 +22,7 @@ def test_trainer_trains_as_without_and_saves_the_whole_model(tmp_path: Path) -> 
     ranks.run_ranks(check_trainer, 2, str(tmp_path), group=False)
 
 
+@pytest.mark.slow  # fast: test_expert_adapters.py
 def test_trainer_saves_adapters_of_experts(tmp_path: Path) -> None:
     ranks.run_ranks(check_adapters, 2, str(tmp_path), group=False)
 

@@ -22,6 +22,7 @@ def check_stages(name: str, size: int) -> None:
     check_bitwise(traces[3], traces[2], f"{name}: stage 3 against 2")
 
 
+@pytest.mark.slow  # fast: `test_every_stage_on_two_ranks`
 @pytest.mark.fast_rows("4")
 @pytest.mark.parametrize("size", [2, 4])
 def test_on_four_ranks(size: int) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_zero.core.units.sharded_parameter import WaitingParameter
+from hf_zero.errors import StateError
 from tests.support import ranks
 from tests.support.models import CASES, class_loss
 from tests.support.parity import Run, check, check_bitwise, initialize, reference, train
@@ -51,13 +55,14 @@ def _copy_of_an_engines_module(name: str, run: Run) -> None:
         check(trace, lambda follow=None: reference(case.build(), case.rows, case.forward, run, ranks.world(), follow), run, name)
 
 
-@pytest.mark.fast_rows("gpt2-device", "mlp-file")
+@pytest.mark.fast_rows("mlp-file")
 @pytest.mark.parametrize(("name", "place"), [("gpt2", "device"), ("albert", "device"), ("mlp", "host"), ("mlp", "file")])
 def test_a_copy_of_an_engines_module_trains_like_it(name: str, place: str, tmp_path: Path) -> None:
     """gpt2 has tied weights, albert a block that runs several times."""
     ranks.run_ranks(_copy_of_an_engines_module, 2, name, _run(tmp_path, place))
 
 
+@pytest.mark.slow  # fast: `test_a_copy_of_an_engines_module_trains_like_it`
 def test_a_copy_of_a_16_bit_model_trains_like_it(tmp_path: Path) -> None:
     ranks.run_ranks(_copy_of_an_engines_module, 3, "mlp", _run(tmp_path, "device", "bf16"))
 
@@ -77,6 +82,7 @@ def _copy_before_the_engine(stage: int) -> None:
     second.destroy()
 
 
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_copy_of_a_model_under_construction_trains_like_it(stage: int) -> None:
     ranks.run_ranks(_copy_before_the_engine, 2, stage)
@@ -105,6 +111,7 @@ def _copy_is_no_part_of_the_engine(stage: int) -> None:
     second.destroy()
 
 
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 2, 3))
 def test_a_whole_copy_is_no_part_of_the_engine(stage: int) -> None:
     ranks.run_ranks(_copy_is_no_part_of_the_engine, 2, stage)
@@ -132,6 +139,7 @@ def _average() -> None:
     engine.destroy()
 
 
+@pytest.mark.slow  # fast: test_empty_parameters.py
 def test_an_average_of_the_weights() -> None:
     ranks.run_ranks(_average, 2)
 
@@ -226,3 +234,45 @@ def _called_without_an_engine() -> None:
 
 def test_a_call_without_an_engine_says_what_to_do() -> None:
     ranks.run_ranks(_called_without_an_engine, 2)
+
+
+# -- pickles ------------------------------------------------------------------------------------------------------------
+
+
+def _pickled() -> None:
+    """A pickle of the module that an engine trains has the plain module, with whole parameters; or one error says what to do."""
+    import hf_zero
+
+    case, plain = CASES["gpt2"], len(pickle.dumps(CASES["gpt2"].build()))
+    for stage in (0, 2, 3):
+        engine = initialize(case.build(), Run(stage, extra={"zero_optimization": {"stage3_param_persistence_threshold": 0}}))
+        engine.backward(case.forward(engine, case.rows(0, 0, ranks.rank())))
+        module: Any = engine.module
+        if stage == 3:
+            with pytest.raises(StateError, match=r"is divided over the ranks .*GatheredParameters"):
+                pickle.dumps(module)
+        with pytest.raises(StateError, match=r"an engine was pickled"):
+            torch.save(engine, io.BytesIO())
+        with hf_zero.zero.GatheredParameters(list(module.parameters()), enabled=stage == 3):
+            written, stream = pickle.dumps(module), io.BytesIO()
+            torch.save(module, stream)
+            values = {name: value.clone() for name, value in module.state_dict().items()}
+        stream.seek(0)
+        assert len(written) < 1.5 * plain, stage  # no parameter brings the memory of its unit along
+        for copied in (pickle.loads(written), torch.load(stream, weights_only=False)):
+            assert {type(param) for param in copied.parameters()} == {
+                nn.Parameter
+            } and copied.lm_head.weight is copied.transformer.wte.weight
+            torch.testing.assert_close(copied.state_dict(), values, rtol=0, atol=0)
+            hooks = [hook for inner in copied.modules() for hook in (*inner._forward_hooks.values(), *inner._forward_pre_hooks.values())]
+            assert not hooks and not any("hf_zero" in repr(value) for inner in copied.modules() for value in vars(inner).values())
+            case.forward(copied, case.rows(0, 0, 0)).backward()
+            torch.optim.SGD(copied.parameters(), lr=0.1).step()
+        copied = copy.deepcopy(module)
+        assert WaitingParameter not in {type(param) for param in copied.parameters()}
+        engine.step()
+        engine.destroy()
+
+
+def test_a_pickle_of_a_trained_module_is_the_plain_module() -> None:
+    ranks.run_ranks(_pickled, 2)

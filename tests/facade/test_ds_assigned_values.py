@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import MethodType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
+from hf_zero.deepspeed import replaced
+from hf_zero.deepspeed.engine import Engine
+from hf_zero.deepspeed.optimizer import DeepSpeedOptimizer
+from hf_zero.deepspeed.pipe.engine import PipelineEngine
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.utils import safe_get_full_fp32_param
 from tests.support import ranks
@@ -113,6 +119,7 @@ def _other_assignments() -> None:
         ("is_gradient_accumulation_boundary", "set_gradient_accumulation_boundary"),
         ("zero_optimization_stage", "`zero_optimization.stage`"),
         ("gradient_average", "gradient_allreduce_op"),
+        ("enable_backward_allreduce", "param.grad"),
         ("communication_data_type", "`communication_data_type`"),
     ):
         with pytest.raises(StateError, match=f"engine.{name} was assigned 4.*{way}"):
@@ -125,9 +132,131 @@ def _other_assignments() -> None:
     with pytest.raises(ConfigError, match="clip_grad was set to -1"):
         engine.optimizer.clip_grad = -1
     assert engine.communication_data_type == torch.float32 and engine.mpu is mpu
+    engine.enable_backward_allreduce = engine.gradient_average = True  # as they are
+    with pytest.raises(StateError, match="engine.allreduce_gradients was replaced by .*_other_assignments.*nothing here calls it"):
+        engine.allreduce_gradients = lambda: None
+    with pytest.raises(StateError, match=r"engine.optimizer.skip_step was replaced by True.*engine.zero_grad\(\)"):
+        engine.optimizer.skip_step = True
     engine.monitor = engine.note = "a script's own"
     assert engine.monitor == engine.note == "a script's own"
 
 
 def test_other_assignments_name_the_way() -> None:
     ranks.run_ranks(_other_assignments, 1)
+
+
+class _Wrapped:
+    """A script's object in place of the engine's optimizer."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.steps = inner, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def step(self) -> None:
+        self.steps += 1
+        self.inner.step()
+
+
+def _a_replaced_step(stage: int) -> None:
+    rows, calls = _rows(8), []
+    engine = initialize(_model(), Run(stage, accumulation=2, extra=_SGD))
+    optimizer = engine.optimizer
+    original = optimizer.step
+
+    def step(self: Any, *args: Any) -> Any:
+        calls.append("before")
+        result = original(*args)
+        calls.append("after")
+        return result
+
+    optimizer.step = MethodType(step, optimizer)
+    torch.optim.lr_scheduler.StepLR(optimizer, 100)  # replaces it once more
+    _micro_steps(engine, rows[:2])
+    assert calls == ["before", "after"]
+    engine.backward(engine(rows[2][ranks.rank()]).square().mean())
+    optimizer.step()
+    engine.backward(engine(rows[3][ranks.rank()]).square().mean())
+    optimizer.step()
+    assert calls == ["before", "after"] * 3  # a script that calls it itself counts each call
+    _same(engine, _plain([rows[:2], rows[2:4]]))
+
+    optimizer.step = lambda: None
+    engine.backward(engine(rows[4][ranks.rank()]).square().mean())
+    engine.step()
+    engine.backward(engine(rows[5][ranks.rank()]).square().mean())
+    with pytest.raises(StateError, match=r"optimizer.step was replaced by .*<lambda>, which called the original step 0 times"):
+        engine.step()
+    del optimizer.step
+    engine.optimizer = _Wrapped(optimizer)
+    engine.step()
+    assert engine.optimizer.steps == 1 and engine.global_steps == 3
+
+    inherited = DeepSpeedOptimizer.step
+    try:
+        DeepSpeedOptimizer.step = lambda self: (calls.append("class"), inherited(self))  # type: ignore[method-assign,assignment]
+        engine.optimizer = optimizer
+        _micro_steps(engine, rows[6:])
+    finally:
+        del DeepSpeedOptimizer.step
+    assert calls[-1] == "class"
+    _same(engine, _plain([rows[:2], rows[2:4], rows[4:6], rows[6:]]))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_step_that_a_script_replaces(stage: int) -> None:
+    ranks.run_ranks(_a_replaced_step, 2, stage)
+
+
+def _loss_scale_of_a_script() -> None:
+    rows = _rows(3)
+    engine = initialize(_model(), Run(2, extra=_SGD | {"fp16": {"enabled": True, "initial_scale_power": 8}}))
+    plain = initialize(_model(), Run(2, extra=_SGD | {"fp16": {"enabled": True, "loss_scale": 16}}))
+    optimizer = engine.optimizer
+    assert optimizer.loss_scale == 256
+    optimizer.override_loss_scale(16)
+    for one in (engine, plain):
+        _micro_steps(one, rows[:1].half())
+    for param, other in zip(engine.module.parameters(), plain.module.parameters(), strict=True):
+        assert torch.equal(safe_get_full_fp32_param(param), safe_get_full_fp32_param(other))
+    assert not optimizer.dynamic_loss_scale and optimizer.loss_scale == 16 and not optimizer.check_overflow()
+    engine.backward(engine(rows[1][ranks.rank()].half()).square().mean() * (6e4 if ranks.rank() else 1))
+    with pytest.raises(StateError, match=r"set to 32, but gradients that were scaled by 16 wait"):
+        optimizer.override_loss_scale(32)
+    assert optimizer.check_overflow(external=True) and optimizer.overflow  # rank 1 alone overflows
+    engine.step()
+    assert engine.skipped_steps == 1 and optimizer.loss_scale == 16
+    optimizer.override_loss_scale(32)
+    _micro_steps(engine, rows[2:].half())
+    assert engine.global_steps == 3 and engine.skipped_steps == 1
+
+
+def test_a_loss_scale_of_a_script() -> None:
+    ranks.run_ranks(_loss_scale_of_a_script, 2)
+
+
+def _replaced_on_classes() -> None:
+    for one, name in ((Engine, "gradient_clipping"), (DeepSpeedOptimizer, "reduce_gradients"), (PipelineEngine, "_exec_reduce_grads")):
+        made = vars(one).get(name)
+        setattr(one, name, lambda self: None)
+        try:
+            with pytest.raises(StateError, match=rf"{one.__name__}\.{name} was .*<lambda>.*"):
+                initialize(_model(), Run(1, extra=_SGD))
+        finally:
+            delattr(one, name) if made is None else setattr(one, name, made)
+    original = Engine._broadcast_model
+    Engine._broadcast_model = lambda self: None  # type: ignore[method-assign,assignment]
+    Engine.helper = lambda self: 3  # type: ignore[attr-defined]
+    told: list[str] = []
+    try:
+        with patch.object(replaced, "warn_once", told.append):
+            engine = initialize(_model(), Run(1, extra=_SGD))
+    finally:
+        Engine._broadcast_model = original  # type: ignore[method-assign]
+    assert len(told) == 1 and "Engine._broadcast_model was replaced by" in told[0] and engine.helper() == 3
+    del Engine.helper  # type: ignore[attr-defined]
+
+
+def test_methods_that_a_script_replaces_on_classes() -> None:
+    ranks.run_ranks(_replaced_on_classes, 1)

@@ -426,6 +426,7 @@ def _masters_and_weights(engine: Any) -> tuple[list[torch.Tensor], list[torch.Te
         return masters, [param.detach().clone() for param in engine.module.parameters()]
 
 
+@pytest.mark.fast_rows("0", "3")
 @pytest.mark.parametrize("stage", STAGES)
 def test_masters_gradients_and_loss_scale_of_the_optimizer(stage: int) -> None:
     ranks.run_ranks(_parts_of_the_optimizer, 2, stage)
@@ -456,6 +457,7 @@ def _no_sync(stage: int) -> None:
     assert engine.global_steps == 1
 
 
+@pytest.mark.fast_rows("0", "3")
 @pytest.mark.parametrize("stage", STAGES)
 def test_no_sync_allows_no_step_and_no_second_block(stage: int) -> None:
     ranks.run_ranks(_no_sync, 2, stage)

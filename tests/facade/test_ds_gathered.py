@@ -78,6 +78,7 @@ def _between_forward_and_backward(look: bool) -> dict[str, Tensor]:
     return whole(engine.module)
 
 
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("world", [2, 3])
 def test_gathering_between_forward_and_backward_changes_nothing(world: int) -> None:
     plain = ranks.run_ranks(_between_forward_and_backward, world, False)
@@ -206,6 +207,7 @@ def _other_data(threshold: int) -> None:
     engine.destroy()
 
 
+@pytest.mark.fast_rows("1000000")
 @pytest.mark.parametrize("threshold", [0, 10**6])
 def test_data_replaced_inside_a_gather(threshold: int) -> None:
     ranks.run_ranks(_other_data, 2, threshold)

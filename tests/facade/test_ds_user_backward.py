@@ -31,7 +31,10 @@ def _own_backward(run: Run) -> None:
     check_training(CASE.build, CASE.rows, CASE.forward, run, micro_step=own_backward, label="loss.backward()")
 
 
-@pytest.mark.parametrize("run", [Run(stage, accumulation=2, clip=1.0) for stage in STAGES] + [Run(1, "fp16"), Run(3, "fp16")], ids=str)
+TRAINED = [Run(stage, accumulation=2, clip=1.0) for stage in STAGES] + [Run(1, "fp16"), Run(3, "fp16")]
+
+
+@pytest.mark.parametrize("run", slow_but(TRAINED, TRAINED[0], TRAINED[2], Run(3, "fp16")), ids=str)
 def test_a_backward_of_the_user_trains(run: Run) -> None:
     ranks.run_ranks(_own_backward, 2, run)
 

@@ -345,7 +345,7 @@ def _take(model: nn.Module, engine: Any) -> None:
             mine.copy_(param)
 
 
-@pytest.mark.fast_rows("0", "3")
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_averages_of_scripts_are_right_or_refused(stage: int) -> None:
     ranks.run_ranks(_kept_averages, 2, stage)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 
 import hf_zero
@@ -46,6 +47,7 @@ def test_a_server_takes_weights_over_a_group_of_its_own() -> None:
         ranks.run_ranks(_sends, 2, "gloo", url)
 
 
+@pytest.mark.slow  # fast: `test_a_server_takes_weights_over_a_group_of_its_own`
 def test_a_server_takes_weights_from_requests() -> None:
     with weight_server.serving(streams.llama()) as url:
         ranks.run_ranks(_sends, 2, "http", url)

@@ -115,6 +115,7 @@ def _split() -> None:
     _all_same(dict(iter_full_params(engine)), expected)
 
 
+@pytest.mark.slow  # fast: `test_adapters_are_merged_layer_by_layer`
 def test_tensor_parallel_shards_are_joined() -> None:
     ranks.run_ranks(_split, 2)
 

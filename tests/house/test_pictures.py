@@ -21,7 +21,7 @@ def test_the_committed_picture_is_the_one_that_is_drawn(name: str, tmp_path: Pat
     assert (tmp_path / "drawn.svg").read_text() == (pictures.FOLDER / f"{name}.svg").read_text(), "python -m tools.pictures"
 
 
-@pytest.mark.fast_rows("onebit_link", "zeropp_convergence", "mingpt_lightning")
+@pytest.mark.fast_rows("zeropp_convergence", "mingpt_lightning")
 @pytest.mark.parametrize("name", figures.DRAWN)
 def test_each_result_with_a_figure_can_be_drawn(name: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")

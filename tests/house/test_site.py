@@ -15,6 +15,7 @@ import yaml
 
 import hf_zero
 from tests.support.processes import REPO
+from tests.support.rows import each
 from tools import outside_pages, reference_pages
 
 # First words of docstrings in the reference; a word that is missing here is added if it is a verb in the imperative or third person.
@@ -111,21 +112,20 @@ def public() -> Iterator[tuple[str, Any]]:
                     yield f"{title}.{method}", function
 
 
-NAMES = dict(public())
+def test_each_public_name_has_a_docstring_and_each_function_begins_with_a_verb() -> None:
+    def check(entry: tuple[str, Any]) -> None:
+        name, thing = entry
+        written = vars(thing).get("__doc__") if inspect.isclass(thing) else inspect.getdoc(thing)
+        assert written, f"{name} has no docstring"
+        if inspect.isclass(thing):
+            return
+        word = re.match(r"[\w-]+", written.strip())
+        assert word, written
+        said = word[0].lower()
+        forms = {said, said.removesuffix("s"), said.removesuffix("es"), said.removesuffix("ies") + "y"}
+        assert forms & VERBS, f"{name}: {written.splitlines()[0]}"
 
-
-@pytest.mark.parametrize("name", NAMES)
-def test_each_public_name_has_a_docstring_and_each_function_begins_with_a_verb(name: str) -> None:
-    is_class = inspect.isclass(NAMES[name])
-    written = NAMES[name].__dict__.get("__doc__") if is_class else inspect.getdoc(NAMES[name])
-    assert written, f"{name} has no docstring"
-    if is_class:
-        return
-    word = re.match(r"[\w-]+", written.strip())
-    assert word, written
-    said = word[0].lower()
-    forms = {said, said.removesuffix("s"), said.removesuffix("es"), said.removesuffix("ies") + "y"}
-    assert forms & VERBS, f"{name}: {written.splitlines()[0]}"
+    each(public(), check)
 
 
 def test_the_reference_is_complete() -> None:

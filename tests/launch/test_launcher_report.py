@@ -91,6 +91,7 @@ resolve({"gradient_cliping": 1.0, "zero_optimization": {"stage": 2, "overlap_com
 """
 
 
+@pytest.mark.slow  # fast: `test_the_cause_is_the_last_thing_that_is_printed`
 def test_a_wrong_key_under_torchrun(tmp_path: Path) -> None:
     """Our lines are five: where, what, the two keys, and which rank ended; the others are torchrun's log."""
     (tmp_path / "train.py").write_text(WRONG_KEY)

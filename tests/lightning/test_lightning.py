@@ -47,6 +47,7 @@ def test_trainer_validates_tests_and_predicts_sharded(tmp_path: Path) -> None:
     ranks.run_ranks(check_evaluation, 2, str(tmp_path), group=False)
 
 
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_weight_averaging(stage: int, tmp_path: Path) -> None:
     pytest.importorskip("lightning.pytorch.callbacks.weight_averaging", reason="Lightning before 2.6")

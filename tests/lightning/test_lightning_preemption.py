@@ -95,6 +95,7 @@ def _cases(folder: str) -> None:
         assert torch.equal(resumed.layers.weight, weights)
 
 
+@pytest.mark.slow  # fast: test_trainer_preemption.py: one mechanism
 def test_a_resumed_run_is_the_whole_one(tmp_path: Path) -> None:
     ranks.run_ranks(_cases, 2, str(tmp_path), group=False)
 

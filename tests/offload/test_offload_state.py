@@ -78,6 +78,7 @@ def _through_checkpoints(stage: int, folder: str, labels: list[str]) -> list[str
     return wrong
 
 
+@pytest.mark.slow  # fast: `test_offloaded_run_resumes` of test_checkpoint_resume.py
 @pytest.mark.parametrize(("stage", "labels"), [(3, BOTH[3][1:]), *(pytest.param(*both, marks=pytest.mark.slow) for both in BOTH.items())])
 def test_checkpoints_go_from_tier_to_tier(stage: int, labels: list[str], tmp_path: Path) -> None:
     assert ranks.run_ranks(_through_checkpoints, 2, stage, str(tmp_path), labels) == [[], []]
@@ -129,6 +130,7 @@ def _whole_values(stage: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow  # fast: `test_any_element_wise_optimizer_can_be_offloaded`, test_ds_gathered.py
 @pytest.mark.parametrize("stage", slow_but([2, 3], 3))
 def test_values_can_be_read_and_set(stage: int) -> None:
     assert ranks.run_ranks(_whole_values, 2, stage) == [[], []]

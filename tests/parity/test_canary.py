@@ -8,7 +8,7 @@ from tests.parity.tables import canary
 from tests.support import zoo
 from tests.support.parity import Trace
 
-# Fast: what no other test has. Recurrent and hybrid layers, shared layers, latent attention, experts of three kinds, odd containers.
+# What no other test has. Recurrent and hybrid layers, shared layers, latent attention, experts of three kinds, odd containers.
 SAMPLE = [
     "BambaForCausalLM",
     "DeepseekV3ForCausalLM",
@@ -23,11 +23,14 @@ SAMPLE = [
     "XLNetLMHeadModel",
     "Zamba2ForCausalLM",
 ]
+# Left to the test of every architecture: their experts, and T5's layers, have tests of their own.
+LEFT_OUT = ("GptOssForCausalLM", "LongT5ForConditionalGeneration", "SwitchTransformersForConditionalGeneration")
 PARTS = 12
 
 
 def test_sample() -> None:
-    _expect_none([sighting for sighting in canary.check_all(SAMPLE) if sighting.problem])
+    names = [name for name in SAMPLE if name not in LEFT_OUT]
+    _expect_none([sighting for sighting in canary.check_all(names) if sighting.problem])
 
 
 @pytest.mark.slow

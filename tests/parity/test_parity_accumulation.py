@@ -149,12 +149,12 @@ PATTERNS = {
 UNMANAGED = {"each step updates": ("fbfbsfbsfbfbfbs", [(0, 1), (2,), (3, 4, 5)])}
 
 
-def _counted_by_steps() -> None:
+def _counted_by_steps(stages: tuple[int, ...]) -> None:
     """Check with ``gradient_accumulation_steps`` 2 that every second call of ``step`` updates, with all gradients since the last update.
 
     Without ``managed_gradient_accumulation`` every call updates, and the samples of the micro-steps before it count.
     """
-    for stage in STAGES:
+    for stage in stages:
         for label, (pattern, updates) in (PATTERNS | UNMANAGED).items():
             extra = {"managed_gradient_accumulation": False} if label in UNMANAGED else {}
             engine = initialize(MLP.build(), Run(stage, accumulation=2, extra=extra))
@@ -195,8 +195,9 @@ def _after(updates: list[tuple[int, ...]]) -> dict[str, torch.Tensor]:
     return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
-def test_every_second_step_updates_with_all_backwards_since() -> None:
-    ranks.run_ranks(_counted_by_steps, 2)
+@pytest.mark.parametrize("stages", [(1, 3), pytest.param((0, 2), marks=pytest.mark.slow)], ids=["odd", "even"])
+def test_every_second_step_updates_with_all_backwards_since(stages: tuple[int, ...]) -> None:
+    ranks.run_ranks(_counted_by_steps, 2, stages)
 
 
 def _batch_arithmetic(stage: int) -> None:
@@ -228,6 +229,7 @@ def _weights_move_only_at_the_boundary(stage: int) -> None:
 DEFERRED = ("no_sync", "no_sync_with_step", "coalesced", "caller_accumulates")  # where stages differ in what waits for the boundary
 
 
+@pytest.mark.fast_rows("0-protocols0", "3-protocols3")
 @pytest.mark.parametrize(("stage", "protocols"), [(0, DEFERRED), (1, DEFERRED), (2, DEFERRED[1:]), (3, tuple(PROTOCOLS))])
 def test_protocols_give_one_update_per_boundary(stage: int, protocols: tuple[str, ...]) -> None:
     ranks.run_ranks(_check_protocols, 2, Run(stage=stage, accumulation=STEPS, clip=0.1), protocols)
@@ -239,7 +241,7 @@ def test_all_protocols_give_one_update_per_boundary(stage: int) -> None:
     ranks.run_ranks(_check_protocols, 2, Run(stage=stage, accumulation=STEPS, clip=0.1), tuple(PROTOCOLS))
 
 
-@pytest.mark.fast_rows("0-bf16-step_always", "0-fp16-caller_accumulates", "2-bf16-fabric", "2-fp16-coalesced", "3-fp16-no_sync")
+@pytest.mark.fast_rows("0-bf16-step_always", "2-bf16-fabric", "3-fp16-no_sync")
 @thinned(None, stage=[0, 2, 3], dtype=["bf16", "fp16"], protocol=list(PROTOCOLS))
 def test_protocols_in_16_bit(stage: int, dtype: str, protocol: str) -> None:
     ranks.run_ranks(_check_protocols, 2, Run(stage=stage, dtype=dtype, accumulation=STEPS), (protocol,))
@@ -250,6 +252,7 @@ def test_accumulation_from_the_batch_sizes(stage: int) -> None:
     ranks.run_ranks(_batch_arithmetic, 2, stage)
 
 
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
 def test_weights_move_only_at_the_boundary(stage: int) -> None:
     ranks.run_ranks(_weights_move_only_at_the_boundary, 2, stage)

@@ -127,7 +127,7 @@ def _train(stage: int, labels: list[str], folder: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.fast_rows("1-labels0", "3-labels2")
+@pytest.mark.fast_rows("3-labels2")
 @pytest.mark.parametrize(
     ("stage", "labels"),
     [

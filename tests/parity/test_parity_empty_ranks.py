@@ -99,5 +99,5 @@ def _trained(layouts: Sequence[str]) -> None:
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_no_rows_and_no_elements(every: bool) -> None:
-    fast = ("flat", "shard groups, stage 1", "node", "host", "codes, stage 2", "codes, secondary copy")
+    fast = ("flat", "node", "host", "codes, secondary copy")
     ranks.run_ranks(_trained, WORLD, tuple(LAYOUTS) if every else fast, env={"LOCAL_WORLD_SIZE": "2"})

@@ -161,28 +161,32 @@ def test_engine_without_optimizer(stage: int, dtype: str) -> None:
     ranks.run_ranks(_no_optimizer, 2, stage, dtype)
 
 
-@pytest.mark.fast_rows("0-0", "3-3", "3-0")
+@pytest.mark.fast_rows("3-3")
 @pytest.mark.parametrize(("stage", "reference_stage"), [(0, 0), (1, 0), (2, 0), (3, 3), (3, 0)])
 def test_policy_and_reference_engine(stage: int, reference_stage: int) -> None:
     ranks.run_ranks(_policy_and_reference, 2, stage, reference_stage)
 
 
+@pytest.mark.slow  # fast: `test_two_engines_that_share_an_encoder`
 @pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
 def test_two_trained_engines(stage: int) -> None:
     ranks.run_ranks(_two_trained_engines, 2, stage)
 
 
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
 def test_two_engines_on_one_module(stage: int) -> None:
     ranks.run_ranks(_two_on_one_module, 2, stage, False)
 
 
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
 def test_training_after_an_inference_engine(stage: int) -> None:
     ranks.run_ranks(_train_after_inference, 2, stage)
 
 
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
 def test_destroy_leaves_a_usable_module(stage: int) -> None:
     ranks.run_ranks(_destroy_leaves_a_usable_module, 2, stage)
@@ -197,6 +201,7 @@ def _back_ends_by_device(run: Run) -> None:
     check_case("mlp", run)
 
 
+@pytest.mark.fast_rows("cpu:gloo,cuda:gloo")
 @pytest.mark.parametrize("backend", ["cpu:gloo,cuda:gloo", "undefined"])
 def test_a_group_with_a_back_end_per_device(backend: str) -> None:
     ranks.run_ranks(_back_ends_by_device, 2, Run(stage=3, dtype="bf16"), env={"HF_ZERO_TEST_BACKEND": backend})

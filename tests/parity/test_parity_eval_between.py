@@ -133,7 +133,7 @@ def _evaluation_sees_the_new_weights(stage: int) -> None:
 ODD, EVEN = list(INTERRUPTIONS)[::2], list(INTERRUPTIONS)[1::2]
 
 
-@pytest.mark.fast_rows("0-interruptions0", "3-interruptions2")
+@pytest.mark.fast_rows("3-interruptions2")
 @pytest.mark.parametrize(("stage", "interruptions"), [(0, ODD), (2, EVEN), (3, list(INTERRUPTIONS))])
 def test_training_does_not_notice(stage: int, interruptions: list[str]) -> None:
     ranks.run_ranks(_interrupted, 2, Run(stage=stage, accumulation=2, clip=0.1), interruptions)
@@ -145,17 +145,21 @@ def test_training_notices_nothing_at_any_stage(stage: int) -> None:
     ranks.run_ranks(_interrupted, 2, Run(stage=stage, accumulation=2, clip=0.1), list(INTERRUPTIONS))
 
 
+@pytest.mark.slow  # fast: the same in fp32
 @pytest.mark.parametrize("stage", slow_but(STAGES, 3))
 def test_training_does_not_notice_in_bf16(stage: int) -> None:
     interruptions = ["evaluate_before", "generate_before"]
     ranks.run_ranks(_interrupted, 3, Run(stage=stage, dtype="bf16", accumulation=2), interruptions)
 
 
+@pytest.mark.slow  # fast: test_generation.py
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
 def test_generation_equals_the_plain_model(stage: int) -> None:
     ranks.run_ranks(_generation_equals_plain, 2, stage)
 
 
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
 def test_evaluation_sees_the_new_weights(stage: int) -> None:
     ranks.run_ranks(_evaluation_sees_the_new_weights, 2, stage)

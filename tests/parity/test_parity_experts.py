@@ -13,6 +13,7 @@ from tests.support.parity import Run, check_bitwise, check_training
 MODELS = ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM")
 
 
+@pytest.mark.slow  # fast: test_parity_matrix.py has Mixtral, test_canary.py DeepSeek
 def test_mixtral_qwen3_deepseek() -> None:
     """Check fp32, stages 1 to 3, with accumulation; the stages are bitwise equal to each other."""
     ranks.run_ranks(check_every_stage, 2, MODELS)

@@ -123,6 +123,7 @@ def _not_declared(stage: int) -> str:
     return "right"
 
 
+@pytest.mark.fast_rows("3-bf16", "0-fp32")
 @thinned(stage=STAGES, dtype=["fp32", "bf16"])
 def test_declared_external_parameter(stage: int, dtype: str) -> None:
     ranks.run_ranks(_declared, 2, Run(stage=stage, dtype=dtype, accumulation=2))

@@ -112,7 +112,7 @@ def test_frozen_parts_of_a_model(which: str, stage: int, dtype: str) -> None:
     ranks.run_ranks(_freeze, 2, which, Run(stage=stage, dtype=dtype, accumulation=2, clip=0.1))
 
 
-@pytest.mark.fast_rows("2-bf16", "3-fp32", "3-fp16")
+@pytest.mark.fast_rows("3-fp16", "2-bf16")
 @thinned(stage=STAGES, dtype=["fp32", "bf16", "fp16"])
 def test_lora_by_hand(stage: int, dtype: str) -> None:
     ranks.run_ranks(_lora_by_hand, 3, Run(stage=stage, dtype=dtype, accumulation=2))

@@ -90,6 +90,7 @@ def test_all_limits_of_stage_3_are_bitwise_neutral(name: str) -> None:
     ranks.run_ranks(_every_limit, 2, name, True)
 
 
+@pytest.mark.slow  # fast: `test_limits_of_stage_3_are_bitwise_neutral`
 @pytest.mark.fast_rows("not reentrant-1500")
 @pytest.mark.parametrize(("mode", "prefetch"), [("reentrant", PREFETCH[0]), ("not reentrant", PREFETCH[1])])
 def test_limits_with_checkpointing_are_bitwise_neutral(mode: str, prefetch: int) -> None:
@@ -102,6 +103,7 @@ def test_all_limits_with_checkpointing_are_bitwise_neutral(mode: str) -> None:
     ranks.run_ranks(_checkpointed, 2, mode, REUSE, PREFETCH[:2])
 
 
+@pytest.mark.slow  # fast: test_trace.py has the order of what is sent
 @pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
 def test_overlap_and_bucket_sizes_are_bitwise_neutral(stage: int) -> None:

@@ -383,7 +383,7 @@ def _every_parameter_has_deepspeed_attributes() -> None:
     engine.destroy()
 
 
-@pytest.mark.fast_rows("mlp-bf16", "tied_coder-bf16", "odd_mlp-fp32")
+@pytest.mark.fast_rows("tied_coder-bf16", "odd_mlp-fp32")
 @thinned("mlp", name=["mlp", "conv", "tied_coder", "odd_mlp"], dtype=["fp32", "bf16"])
 def test_zero_init(name: str, dtype: str) -> None:
     ranks.run_ranks(_init_then_train, 3, Run(stage=3, dtype=dtype, accumulation=2), name)
@@ -393,25 +393,27 @@ def test_zero_init_takes_the_weights_of_rank_zero() -> None:
     ranks.run_ranks(_ranks_build_different_weights, 3, Run(stage=3))
 
 
-@pytest.mark.fast_rows("gpt2", "bart")
+@pytest.mark.fast_rows("gpt2")
 @pytest.mark.parametrize("name", ["gpt2", "t5", "bart"])
 def test_transformers_initialises_a_sharded_model_as_a_plain_one(name: str) -> None:
     """Check gpt2 and t5, which initialise weights of a module's children, and bart, which writes to a row of its embedding."""
     ranks.run_ranks(_initial_values, 2, name)
 
 
-@pytest.mark.fast_rows("t5", "mixtral")
+@pytest.mark.fast_rows("mixtral")
 @pytest.mark.parametrize("name", slow_but(MODELS, "t5", "mixtral", "deberta_v2"))
 def test_transformers_from_config_under_zero3(name: str) -> None:
     ranks.run_ranks(_from_config, 2, Run(stage=3, dtype="bf16", accumulation=2), name)
 
 
+@pytest.mark.fast_rows("gpt2")
 @pytest.mark.parametrize("name", slow_but(MODELS[:6], "gpt2", "mixtral"))
 def test_transformers_from_pretrained_under_zero3(name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         ranks.run_ranks(_from_pretrained, 2, Run(stage=3, dtype="fp32"), name, folder)
 
 
+@pytest.mark.fast_rows("wav2vec2")
 @pytest.mark.parametrize("name", slow_but(["wav2vec2", "hubert", "sew", "patchtst", "distilbert"], "wav2vec2", "patchtst", "distilbert"))
 def test_models_that_gather_while_they_build(name: str) -> None:
     if name == "distilbert" and metadata.version("transformers").startswith("4."):
@@ -437,11 +439,13 @@ def test_gathered_parameters_is_lenient(stage: int) -> None:
     ranks.run_ranks(_lenient, 2, stage)
 
 
+@pytest.mark.fast_rows("fp32")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_modifier_rank_before_initialize(dtype: str) -> None:
     ranks.run_ranks(_modifier_rank_before_initialize, 2, Run(stage=3, dtype=dtype))
 
 
+@pytest.mark.fast_rows("3-bf16", "0-fp32")
 @thinned(stage=STAGES, dtype=["fp32", "bf16"])
 def test_modifier_rank_after_initialize(stage: int, dtype: str) -> None:
     ranks.run_ranks(_modifier_rank_after_initialize, 2, Run(stage=stage, dtype=dtype))
@@ -452,11 +456,13 @@ def test_deep_copy_inside_a_gather(stage: int) -> None:
     ranks.run_ranks(_deep_copy_inside_a_gather, 2, stage)
 
 
+@pytest.mark.fast_rows("3-3", "0-1")
 @thinned(stage=STAGES, world_size=[1, 3])
 def test_full_values_equal_plain_pytorch(stage: int, world_size: int) -> None:
     ranks.run_ranks(_full_values_against_plain, world_size, Run(stage=stage))
 
 
+@pytest.mark.fast_rows("3-bf16", "0-fp32")
 @thinned(stage=STAGES, dtype=["fp32", "bf16"])
 def test_values_can_be_set_whole(stage: int, dtype: str) -> None:
     ranks.run_ranks(_set_full_values, 2, Run(stage=stage, dtype=dtype))

@@ -14,7 +14,7 @@ FAST_16_BIT = ("gpt2", "t5", "albert", "mixtral")
 EVERY_MODEL = [*MATRIX, "conv", "tied_coder"]
 
 
-@pytest.mark.fast_rows("gpt2", "t5", "albert", "mixtral", "conv", "tied_coder", "llama")
+@pytest.mark.fast_rows("gpt2", "albert", "mixtral", "conv", "tied_coder", "llama")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.quick) if name == "gpt2" else name for name in EVERY_MODEL])
 def test_fp32(name: str) -> None:
     """Check that stages 1, 2 and 3 agree bitwise, stage 0 and the reference within rounding. Accumulation and clipping vary over the
@@ -28,7 +28,7 @@ def test_fp32(name: str) -> None:
         ranks.run_ranks(check_stages, 2, name, "fp32", *cells[turn % len(cells)], (turn % 3, 3))
 
 
-@pytest.mark.fast_rows("bf16-0.1-t5-1", "bf16-0.1-albert-3", "fp16-0.0-gpt2-3", "fp16-0.0-mixtral-1")
+@pytest.mark.fast_rows("bf16-0.1-t5-1", "bf16-0.1-albert-3", "fp16-0.0-gpt2-3")
 @pytest.mark.parametrize(("name", "accumulation"), list(zip(FAST_16_BIT, (3, 1, 3, 1), strict=True)))
 @pytest.mark.parametrize(("dtype", "clip"), [("bf16", 0.1), ("fp16", 0.0)])
 def test_16_bit(name: str, accumulation: int, dtype: str, clip: float) -> None:

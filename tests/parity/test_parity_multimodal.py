@@ -19,13 +19,14 @@ def _require_its_configuration(name: str) -> None:
         pytest.skip(f"the tiny configuration of {name} is written with the rotary keys of transformers 5")
 
 
-@pytest.mark.fast_rows("llava", "qwen2_5_vl")
+@pytest.mark.fast_rows("qwen2_5_vl")
 @pytest.mark.parametrize("name", NAMES)
 def test_images_on_one_rank(name: str) -> None:
     _require_its_configuration(name)
     ranks.run_ranks(check_stages, 2, name, False, (NAMES.index(name) % 2 + 1, 3))
 
 
+@pytest.mark.slow  # fast: `test_images_on_one_rank`, test_parity_checkpointing.py
 @pytest.mark.fast_rows("True")
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_with_activation_checkpointing(reentrant: bool) -> None:

@@ -32,6 +32,7 @@ def test_nodes_of_two_ranks(name: str) -> None:
     ranks.run_ranks(_cells, 4, name, 2, [("fp32", 2), ("bf16", 1), ("fp16", 3)])
 
 
+@pytest.mark.slow  # fast: `test_nodes_of_two_ranks`
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_six_ranks(size: int) -> None:
     ranks.run_ranks(_cells, 6, "mlp", size, [("fp32", 2)])
@@ -64,6 +65,7 @@ def _skipping() -> None:
     check_training(build, feed, loss_of_choice, Run(stage=3, accumulation=2, clip=0.1, extra=inside(2)), label="orders")
 
 
+@pytest.mark.slow  # fast: the same of test_parity_replicas.py
 def test_ranks_that_run_other_blocks_in_another_order() -> None:
     ranks.run_ranks(_skipping, 4)
 
@@ -91,6 +93,7 @@ def _offloaded(only: str) -> list[str]:
     return offload_runs.compare("odd_mlp", Run(stage=3, dtype="bf16", accumulation=2, clip=0.05, extra=inside(2)), only)
 
 
+@pytest.mark.slow  # fast: test_parity_secondary.py has shards and states on the host
 @pytest.mark.parametrize(
     "only", ["half, apart", *(pytest.param(only, marks=pytest.mark.slow) for only in ("both cpu, apart", "both nvme"))]
 )
@@ -124,6 +127,7 @@ def _sequences() -> None:
     sequences.compare(sequences.sliced(sequences.llama, run, data, 2), sequences.whole(sequences.llama, run, data, ranks.world() // 2))
 
 
+@pytest.mark.slow  # fast: `test_masks_and_stages_over_two_ranks` of test_sequence_training.py
 def test_sequence_parallelism() -> None:
     ranks.run_ranks(_sequences, 4)
 
@@ -158,6 +162,7 @@ def _generated(gather: bool) -> None:
     engine.destroy()
 
 
+@pytest.mark.slow  # fast: test_parity_replicas.py generates where ranks stop elsewhere
 @pytest.mark.parametrize("gather", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_generation_after_training(gather: bool) -> None:
     ranks.run_ranks(_generated, 4, gather, env={"LOCAL_WORLD_SIZE": "2"})
@@ -207,6 +212,7 @@ def _resumed(folder: str) -> None:
     engine.destroy()
 
 
+@pytest.mark.slow  # fast: test_checkpoint_replicas.py and test_checkpoint_node_local.py
 def test_checkpoints(tmp_path: Path) -> None:
     ranks.run_ranks(_resumed, 4, str(tmp_path))
 
@@ -242,6 +248,7 @@ def _sent(accumulation: int, dtype: str) -> tuple[list[str], dict[str, int], int
     return [label.removeprefix("hf_zero::") for label in labels], sent, total, root
 
 
+@pytest.mark.fast_rows("3-bf16")
 @pytest.mark.parametrize(("accumulation", "dtype"), [(1, "fp32"), (3, "bf16")])
 def test_bytes_of_a_step(accumulation: int, dtype: str) -> None:
     """Check the bytes with M = 2 nodes of H = 2 ranks, N = M H: gathers of (H-1)/H P b in forward and, except for the root, in backward

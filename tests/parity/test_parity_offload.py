@@ -43,6 +43,7 @@ def test_offloading_changes_no_bit(world: int, stage: int, names: list[str]) -> 
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.fast_rows("3-both cpu")
 @pytest.mark.parametrize(("stage", "ways"), [(2, "no overlap"), (3, "both cpu"), pytest.param(3, "apart", marks=pytest.mark.slow)])
 def test_a_model_of_one_unit(stage: int, ways: str) -> None:
     """Train ALBERT, which is one block: two buffers in turn then hold two shards of the same unit, an old one and a new one."""

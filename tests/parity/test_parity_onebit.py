@@ -50,6 +50,7 @@ def expected(name: str, run: Run, world: int, places: reference.Places) -> refer
     )
 
 
+@pytest.mark.fast_rows("1-3")
 @pytest.mark.parametrize(
     ("stage", "world"),
     [(0, 2), (1, 3)],
@@ -75,6 +76,7 @@ def _equals_the_reference(world: int, run: Run) -> None:
     assert sum(trace.losses[-8:]) < sum(trace.losses[:8])  # batches come again after 8 steps
 
 
+@pytest.mark.slow  # fast: `test_equals_the_reference_bit_for_bit`
 def test_accumulation_sums_locally_and_communicates_at_the_boundary() -> None:
     run = replace(one_bit(0, steps=16, freeze=7), accumulation=2)
     trace, places = ranks.run_ranks(train_case, 2, "odd_mlp", run)[0]

@@ -166,6 +166,7 @@ def test_what_blocks_return_and_take(kind: str, stage: int) -> None:
     ranks.run_ranks(_structured, 2, kind, Run(stage=stage, accumulation=2, clip=0.1))
 
 
+@pytest.mark.fast_rows("3-NoInputGradient-fp32", "2-PartOfTheOutput-bf16")
 @thinned(stage=STAGES, kind=[NoInputGradient, PartOfTheOutput], dtype=["fp32", "bf16"])
 def test_blocks_without_input_or_output_gradient(kind: type[nn.Module], stage: int, dtype: str) -> None:
     ranks.run_ranks(_model, 2, kind, Run(stage=stage, dtype=dtype, accumulation=2))

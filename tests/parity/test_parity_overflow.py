@@ -99,6 +99,7 @@ def test_every_rank_skips_the_overflow_of_one(stage: int) -> None:
     ranks.run_ranks(_against_reference, 2, Run(stage=stage, dtype="fp16", steps=4, accumulation=2, clip=0.1))
 
 
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
 def test_three_ranks_skip_the_overflow_of_one(stage: int) -> None:
     ranks.run_ranks(_against_reference, 3, Run(stage=stage, dtype="fp16", steps=4, accumulation=2))

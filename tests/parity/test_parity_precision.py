@@ -161,7 +161,7 @@ def _parameters_read_right_after_a_step(stage: int) -> None:
         engine.destroy()
 
 
-@pytest.mark.fast_rows("2-float16", "3-bfloat16")
+@pytest.mark.fast_rows("3-bfloat16")
 @thinned(stage=STAGES, dtype=["bfloat16", "float16"])
 def test_torch_autocast(stage: int, dtype: str) -> None:
     ranks.run_ranks(_autocast, 2, stage, dtype)
@@ -172,18 +172,19 @@ def test_autocast_around_the_engine_is_ignored(stage: int) -> None:
     ranks.run_ranks(_outer_autocast_is_ignored, 2, stage)
 
 
-@pytest.mark.fast_rows("0-fp32", "3-bf16")
+@pytest.mark.fast_rows("3-bf16")
 @thinned(stage=STAGES, dtype=["fp32", "bf16"])
 def test_communication_data_type(stage: int, dtype: str) -> None:
     ranks.run_ranks(_wire, 3, stage, dtype)
 
 
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
 def test_gradients_accumulate_in_fp32(stage: int) -> None:
     ranks.run_ranks(_accumulation_dtype, 2, stage)
 
 
-@pytest.mark.fast_rows("2-bf16", "3-fp32")
+@pytest.mark.fast_rows("3-fp32")
 @thinned(stage=STAGES, dtype=["fp32", "bf16"])
 def test_prescaled_gradients(stage: int, dtype: str) -> None:
     ranks.run_ranks(_prescale, 2, stage, dtype)
@@ -201,6 +202,7 @@ def test_clipping_defaults_to_one(stage: int) -> None:
     ranks.run_ranks(_clipping_defaults_to_one, 2, stage)
 
 
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
 def test_moving_and_switching_between_steps(stage: int) -> None:
     ranks.run_ranks(_moved_and_switched, 2, stage)

@@ -79,7 +79,7 @@ def test_nf4_at_every_stage(base: Path) -> None:
     ranks.run_ranks(_against_plain, 2, base, "nf4", [Run(stage, accumulation=2, clip=0.1) for stage in STAGES])
 
 
-@pytest.mark.fast_rows("fp4", "int8")
+@pytest.mark.fast_rows("int8")
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "nf4"])
 def test_other_kinds(base: Path, kind: str) -> None:
     ranks.run_ranks(_against_plain, 2, base, kind, [Run(3, accumulation=2, clip=0.1)])
@@ -119,6 +119,7 @@ def _trained(base: Path, keys: dict[str, Any]) -> Trace:
     return trace
 
 
+@pytest.mark.slow  # fast: `test_nf4_at_every_stage`, `test_each_rank_keeps_its_share`
 def test_where_packed_weights_rest(base: Path, tmp_path: Path) -> None:
     ranks.run_ranks(_in_places, 2, base, tmp_path)
 
@@ -167,6 +168,7 @@ def _divided(base: Path, kind: str) -> None:
     again.destroy()
 
 
+@pytest.mark.fast_rows("nf4")
 @pytest.mark.parametrize("kind", slow_but(["nf4", "fp4", "nf4 stored as bf16", "int8"], "nf4", "int8"))
 def test_each_rank_keeps_its_share(base: Path, kind: str) -> None:
     ranks.run_ranks(_divided, 2, base, kind)

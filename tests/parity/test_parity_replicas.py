@@ -33,7 +33,7 @@ def _stages(name: str, size: int, dtype: str, accumulation: int, clip: float) ->
     check_bitwise(traces[3], traces[2], "stage 3 against 2")
 
 
-@pytest.mark.fast_rows("fp32-1-0.0", "bf16-3-0.1")
+@pytest.mark.fast_rows("bf16-3-0.1")
 @pytest.mark.parametrize(
     ("dtype", "accumulation", "clip"),
     [("fp32", 1, 0.0), ("bf16", 3, 0.1), ("fp16", 3, 0.1)],  # test_every_cell has all
@@ -42,6 +42,7 @@ def test_two_groups_of_two(dtype: str, accumulation: int, clip: float) -> None:
     ranks.run_ranks(_stages, 4, "gpt2", 2, dtype, accumulation, clip)
 
 
+@pytest.mark.slow  # fast: `test_two_groups_of_two`
 @pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("size", [2, 3])
 def test_six_ranks(size: int) -> None:
@@ -80,6 +81,7 @@ def _skipping(stage: int) -> None:
     check_training(build, feed, loss_of_choice, Run(stage=stage, accumulation=2, clip=0.1, extra=grouped(2)), label="orders")
 
 
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_ranks_that_run_other_blocks_in_another_order(stage: int) -> None:
     ranks.run_ranks(_skipping, 4, stage)
@@ -98,6 +100,7 @@ def _overflow(stage: int) -> None:
     assert trace.norms[1] == math.inf
 
 
+@pytest.mark.slow  # fast: test_parity_overflow.py, and the same of nodes
 @pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_group_skips_the_overflow_of_one_rank(stage: int) -> None:
@@ -147,6 +150,7 @@ def _gradient_of(stage: int, dtype: str, size: int) -> None:
         engine.destroy()
 
 
+@pytest.mark.slow  # fast: `test_two_groups_of_two` accumulates, and test_parity_written_gradients.py
 @pytest.mark.fast_rows("4-2-fp32")
 @pytest.mark.parametrize(("world", "size", "dtype"), [(4, 2, "fp32"), (6, 2, "bf16")])
 def test_gradients_in_the_middle_of_an_accumulation(world: int, size: int, dtype: str) -> None:
@@ -178,7 +182,7 @@ def _all_inside(stage: int) -> None:
     check(traces[1], traces[0], run, "no_sync")
 
 
-@pytest.mark.fast_rows("1", "3")
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", STAGES)
 def test_no_sync(stage: int) -> None:
     ranks.run_ranks(_all_inside, 4, stage)
@@ -214,7 +218,7 @@ def _offloaded(run: Run, only: str) -> list[str]:
     return offload_runs.compare("odd_mlp", run, only)
 
 
-@pytest.mark.fast_rows("2-half, apart", "3-both nvme")
+@pytest.mark.fast_rows("2-half, apart")
 @pytest.mark.parametrize(("stage", "only"), [(2, "half, apart"), (3, "both cpu, apart"), (3, "both nvme")])
 def test_offload_changes_no_bit(stage: int, only: str) -> None:
     run = Run(stage=stage, dtype="bf16", accumulation=2, clip=0.05, extra=grouped(2))
@@ -228,6 +232,7 @@ def _whole(name: str, stage: int, dtype: str) -> None:
     check(through_engine(name, "odd_mlp", run), plain(name, CASES["odd_mlp"], run, ranks.world()), run, name, limit)
 
 
+@pytest.mark.slow  # fast: test_parity_node_parameters.py has one
 @pytest.mark.fast_rows("Adafactor")
 @pytest.mark.parametrize("name", ["Adafactor", "RowScaled", "LAMB"])
 def test_optimizers_of_whole_tensors(name: str) -> None:
@@ -240,6 +245,7 @@ def _tensor_parallel(stage: int) -> None:
     tp_training.check_against_one_rank(CASES["gpt2"], 2, [run])
 
 
+@pytest.mark.slow  # fast: `test_two_groups_of_two` of test_tp_training.py
 @pytest.mark.fast_rows("4-1")
 @pytest.mark.parametrize(("world", "stage"), [(4, 1), (8, 3)])
 def test_tensor_parallelism(world: int, stage: int) -> None:
@@ -253,6 +259,7 @@ def _sequences(stage: int, size: int) -> None:
     sequences.compare(sequences.sliced(sequences.llama, run, data, 2), sequences.whole(sequences.llama, run, data, ranks.world() // 2))
 
 
+@pytest.mark.slow  # fast: `test_masks_and_stages_over_two_ranks` of test_sequence_training.py
 @pytest.mark.fast_rows("3-2")
 @pytest.mark.parametrize(("stage", "size"), [(1, 2), (3, 2)])
 def test_sequence_parallelism(stage: int, size: int) -> None:
@@ -317,6 +324,7 @@ def _generated(gather: bool) -> None:
     engine.destroy()
 
 
+@pytest.mark.fast_rows("True")
 @pytest.mark.parametrize("gather", [True, False])
 def test_generation_where_every_rank_stops_elsewhere(gather: bool) -> None:
     ranks.run_ranks(_generated, 4, gather)

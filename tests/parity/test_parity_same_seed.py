@@ -210,17 +210,19 @@ def _initialize_draws_nothing() -> None:
         assert after == _drawn(), f"stage {stage}"
 
 
+@pytest.mark.fast_rows("bf16")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_from_config_at_stage_3_draws_what_a_plain_build_draws(dtype: str) -> None:
     ranks.run_ranks(_from_config, 2, dtype)
 
 
-@pytest.mark.fast_rows("fp32")
+@pytest.mark.fast_rows("bf16")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_missing_weights_are_drawn_as_in_a_plain_load(dtype: str, tmp_path: Path) -> None:
     ranks.run_ranks(_from_pretrained, 2, dtype, str(tmp_path), env={"HF_ZERO_ALLOW_MISSING_WEIGHTS": "1"})
 
 
+@pytest.mark.fast_rows("fp32")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_constructors_that_draw_in_every_way(dtype: str) -> None:
     ranks.run_ranks(_hand_written, 2, dtype)

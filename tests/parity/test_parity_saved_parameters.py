@@ -112,7 +112,7 @@ def _trains(kind: str, limits: dict[str, int]) -> None:
     check_training(lambda: Tall(kind), _rows, _loss, run, label=kind)
 
 
-@pytest.mark.fast_rows("tight-head", "tight-block", "tight-gathered", "tight-frozen", "roomy-head")
+@pytest.mark.fast_rows("tight-gathered", "tight-frozen", "roomy-head")
 @thinned("tight", limits=["tight", "roomy"], kind=["head", "embedding", "block", *BEHIND])
 def test_a_function_finds_the_parameter_it_saved(limits: str, kind: str) -> None:
     ranks.run_ranks(_trains, 2, kind, {"tight": TIGHT, "roomy": ROOMY}[limits])

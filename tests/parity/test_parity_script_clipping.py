@@ -98,6 +98,7 @@ def _clipped(stage: int) -> None:
     engine.destroy()
 
 
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", slow_but(STAGES, 1, 3))
 def test_torchs_clipping_of_sharded_gradients(stage: int) -> None:
     ranks.run_ranks(_clipped, 2, stage)

@@ -28,13 +28,14 @@ def _same_bits(name: str, size: int, dtype: str, accumulation: int, **zero: Any)
     check_bitwise(trace, expected, name)
 
 
-@pytest.mark.fast_rows("fp32-2", "fp16-3")
+@pytest.mark.fast_rows("fp32-2")
 @pytest.mark.parametrize(("dtype", "accumulation"), [("fp32", 2), ("bf16", 1), ("fp16", 3)])
 def test_nodes_of_two_ranks(dtype: str, accumulation: int) -> None:
     for name in ("gpt2", "mixtral"):
         ranks.run_ranks(_same_bits, 4, name, 2, dtype, accumulation)
 
 
+@pytest.mark.slow  # fast: `test_nodes_of_two_ranks`
 @pytest.mark.fast_rows("6-3")
 @pytest.mark.parametrize(("world", "size"), [(6, 3), (6, 2)])
 def test_six_ranks(world: int, size: int) -> None:
@@ -61,6 +62,7 @@ def _coded(reads: bool) -> None:
     check_bitwise(traces[1], traces[0], "mlp")
 
 
+@pytest.mark.fast_rows("True")
 @pytest.mark.parametrize("reads", [False, True])
 def test_what_codes_say_is_kept(reads: bool) -> None:
     ranks.run_ranks(_coded, 4, reads)
@@ -154,6 +156,7 @@ def _bytes(size: int, accumulation: int) -> tuple[int, int, int, int]:
     return gathers, node.sent_bytes - node_before, whole, root
 
 
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_bytes_of_a_step(accumulation: int) -> None:
     """Check that each parameter is gathered over all ranks once per optimizer step; other gathers stay inside the node."""

@@ -98,16 +98,19 @@ def _two_backwards(run: Run, graphs_first: bool) -> None:
     check_training(case.build, case.rows, both_halves, run, micro_step=micro_step, label="two backwards, one step")
 
 
+@pytest.mark.fast_rows("3-bf16", "0-fp32")
 @thinned(stage=STAGES, dtype=["fp32", "bf16"])
 def test_blocks_that_run_twice_in_a_forward(stage: int, dtype: str) -> None:
     ranks.run_ranks(_repeated, 2, Run(stage=stage, dtype=dtype, accumulation=2))
 
 
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
 def test_albert(stage: int) -> None:
     ranks.run_ranks(_albert, 3, Run(stage=stage, dtype="bf16", accumulation=2, clip=0.1))
 
 
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
 def test_two_forwards_before_one_backward(stage: int) -> None:
     ranks.run_ranks(_two_forwards, 2, Run(stage=stage, accumulation=2))

@@ -1,14 +1,19 @@
-"""Test ``param.grad`` after a backward: the mean over ranks at stage 0, as scripts read and change it; None at stages 1 to 3."""
+"""Test ``param.grad`` after a backward: the mean over ranks at stage 0, as scripts read and change it; at stages 1 to 3 None with a
+warning, or with ``hf_zero.show_gradients`` the mean over ranks too.
+"""
 
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import hf_zero
+from hf_zero.core.schedule import read_gradients
+from hf_zero.core.units.sharded_parameter import ShardedParameter
 from hf_zero.errors import StateError
 from tests.support import ranks
 
@@ -100,10 +105,91 @@ def _is_taken() -> None:
 
 def _is_none_elsewhere() -> None:
     for stage in (1, 2, 3):
-        engine = _engine(stage)
-        engine.backward(_loss(engine, 0, ranks.rank()))
-        assert _all_none(engine), stage
+        engine = _engine(stage, gradient_accumulation_steps=2)
+        for told in ("in the middle of a gradient accumulation", '"show_gradients": true'):
+            engine.backward(_loss(engine, 0, ranks.rank()))
+            with mock.patch.object(read_gradients, "warn_once") as warned:
+                nn.utils.clip_grad_norm_(engine.parameters(), 1e6) if "show" in told else None  # torch's function asks in vain, unnoticed
+                nn.Module.zero_grad(nn.Linear(2, 2))
+                assert not warned.call_args_list
+                assert all(param.grad is None for param in engine.module.parameters()), stage
+            (text,) = [call.args[0] for call in warned.call_args_list]
+            assert text.startswith("0.weight.grad is None") and told in text
+            engine.step()
+        assert {type(param) for param in engine.parameters()} <= {nn.Parameter, ShardedParameter}
         engine.destroy()
+
+
+@torch.no_grad()
+def _perturb(params: list[nn.Parameter], step: int) -> None:
+    """Change gradients in all the ways that scripts know."""
+    first, bias, second, *_, last = params
+    if step == 0:
+        for param in params:  # noise
+            if param.grad is not None:
+                param.grad.add_(torch.randn(param.grad.shape, generator=torch.Generator().manual_seed(param.grad.numel())), alpha=0.1)
+    elif step == 1:  # centralized by assignment, scaled through data, dropped
+        first.grad = first.grad - first.grad.mean(dim=1, keepdim=True)
+        bias.grad.data.mul_(0.5)
+        held = second.grad.view(-1)
+        last.grad = None
+        held[3:] = 0.25
+    elif step == 2:
+        nn.utils.clip_grad_value_(params, 0.01)
+    else:
+        norm = torch.stack([param.grad.norm() for param in params]).norm()
+        torch._foreach_mul_([param.grad for param in params], 0.5 / float(norm))
+        nn.utils.clip_grad_norm_(params, CLIP)
+        params[0].grad.mul_(2)
+
+
+def _attack(params: list[nn.Parameter], model: Any, step: int, gathered: bool) -> None:
+    """Move a weight along its gradient, as adversarial training does."""
+    weight = params[0]
+    with hf_zero.zero.GatheredParameters([weight], enabled=gathered):
+        if weight.grad is not None:
+            weight.data.add_(weight.grad / weight.grad.norm(), alpha=0.1)
+
+
+def _is_served(stage: int, persist: int) -> None:
+    model = _model()
+    zero = {"stage": stage, "stage3_param_persistence_threshold": persist}
+    engine = _engine(stage, zero_optimization=zero, gradient_clipping=0.0, hf_zero={"show_gradients": True})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.1)
+    plain, own = list(model.parameters()), list(engine.parameters())
+    for step in range(5):
+        _plain_grads([step], model)
+        engine.backward(_loss(engine, step, ranks.rank()))
+        if step == 4:
+            _attack(plain, model, step, gathered=False)
+            _attack(own, engine, step, gathered=stage == 3)
+            _plain_grads([step], model)
+            engine.backward(_loss(engine, step, ranks.rank()))
+        else:
+            _perturb(plain, step)
+            _perturb(own, step)
+        for param, expected in zip(own, plain, strict=True):
+            shown = torch.zeros_like(expected) if expected.grad is None else expected.grad
+            torch.testing.assert_close(
+                hf_zero.utils.safe_get_full_grad(param), shown, msg=lambda text, step=step: f"{stage} {step}: {text}"
+            )
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:  # torch leaves out a parameter without gradient, the engine's gradient of it is zero
+            with torch.no_grad():
+                plain[-1].mul_(1 - 0.5 * 0.1)
+        engine.step()
+        for param, expected in zip(own, plain, strict=True):
+            torch.testing.assert_close(hf_zero.utils.safe_get_full_fp32_param(param), expected.data, rtol=1e-5, atol=1e-6)
+    engine.backward(_loss(engine, 0, ranks.rank()))
+    with pytest.raises(StateError, match=r"rank 0: read 0\.weight\.grad; rank 1: step\(\)"):
+        engine.module[0].weight.grad if ranks.rank() == 0 else engine.step()
+    engine.destroy()
+
+
+def _are_served() -> None:
+    for stage, persist in ((1, 0), (2, 0), (3, 0), (3, 10**5)):
+        _is_served(stage, persist)
 
 
 def _is_never_added_to() -> None:
@@ -127,6 +213,10 @@ def test_what_a_script_does_to_it_counts() -> None:
 
 def test_there_is_none_where_gradients_are_sharded() -> None:
     ranks.run_ranks(_is_none_elsewhere, 2)
+
+
+def test_it_is_served_where_gradients_are_sharded() -> None:
+    ranks.run_ranks(_are_served, 2)
 
 
 def test_no_backward_adds_to_it() -> None:

@@ -72,16 +72,19 @@ def test_blocks_skipped_by_some_ranks(choice: str, stage: int) -> None:
     ranks.run_ranks(_check, 2, "blocks", choice, Run(stage=stage, accumulation=2, clip=0.1))
 
 
+@pytest.mark.fast_rows("3-layer_drop", "0-expert_per_rank")
 @thinned(stage=STAGES, choice=["expert_per_rank", "layer_drop"])
 def test_skipped_blocks_on_three_ranks_in_16_bit(stage: int, choice: str) -> None:
     ranks.run_ranks(_check, 3, "blocks", choice, Run(stage=stage, dtype="bf16", accumulation=2))
 
 
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
 def test_skipped_blocks_under_activation_checkpointing(stage: int) -> None:
     ranks.run_ranks(_check, 2, "checkpointed", "layer_drop", Run(stage=stage, accumulation=2))
 
 
+@pytest.mark.fast_rows("2")
 @pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
 def test_a_batch_without_pixels_on_one_rank(stage: int) -> None:
     ranks.run_ranks(_check, 2, "towers", "nothing_on_rank_zero", Run(stage=stage, accumulation=2))

@@ -83,6 +83,7 @@ def check(stage: int, action: str, folder: Path) -> None:
     engine.destroy()
 
 
+@pytest.mark.fast_rows("3-skip", "2-log")
 @pytest.mark.parametrize(("stage", "action"), [(0, "skip"), (3, "skip"), (2, "log")])
 def test_the_step_of_a_spike_is_left_out_on_all_ranks(stage: int, action: str, tmp_path: Path) -> None:
     ranks.run_ranks(check, 2, stage, action, tmp_path)

@@ -83,13 +83,13 @@ def _tied_to_frozen(stage: int) -> None:
     check_training(build, CASES["tied_coder"].rows, forward, Run(stage=stage), label="tied to frozen")
 
 
-@pytest.mark.fast_rows("0-gpt2", "2-bart", "3-t5", "3-tied_coder")
+@pytest.mark.fast_rows("3-t5", "0-gpt2")
 @thinned(stage=STAGES, name=["gpt2", "bart", "t5", "tied_coder"])
 def test_tied_models_in_16_bit_with_accumulation(name: str, stage: int) -> None:
     ranks.run_ranks(_tied_case, 2, name, Run(stage=stage, dtype="bf16", accumulation=2, clip=0.1))
 
 
-@pytest.mark.fast_rows("2-fp16", "3-fp32")
+@pytest.mark.fast_rows("3-fp32")
 @thinned(stage=STAGES, dtype=["fp32", "fp16"])
 def test_weight_shared_by_two_blocks(stage: int, dtype: str) -> None:
     ranks.run_ranks(_tied_blocks, 3, Run(stage=stage, dtype=dtype, accumulation=2))

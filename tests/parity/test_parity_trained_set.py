@@ -171,7 +171,8 @@ def _compare(stages: list[int], names: list[str], micro_steps: int, config: dict
 @pytest.mark.parametrize("micro_steps", [1, 2])
 def test_each_step_trains_what_requires_a_gradient(world: int, micro_steps: int) -> None:
     names = ["adamw", "sgd", "adagrad"] if micro_steps == 1 else ["adamw"]
-    ranks.run_ranks(_compare, world, [0, 1, 2, 3], names, micro_steps, {})
+    stages = [1, 3] if (micro_steps, world) == (1, 2) else [0, 1, 2, 3]  # the fast rows have each stage and each optimizer
+    ranks.run_ranks(_compare, world, stages, names, micro_steps, {})
 
 
 def test_whole_tensors_and_offloaded_states_too() -> None:
@@ -251,10 +252,10 @@ IN_A_WINDOW = (
 @pytest.mark.parametrize("all_cells", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("texts", [FROZEN_BEHIND_BACKWARD, IN_A_WINDOW], ids=["each step", "accumulation"])
 def test_a_gradient_counts_whatever_is_frozen_behind_its_backward(texts: tuple[str, ...], all_cells: bool) -> None:
-    """The fast cells: two ranks at stages 0, 2 and 3, of which 3 in bf16 too."""
+    """The fast cells: two ranks, stage 0 in fp32 and 3 in bf16."""
     scripts = [script for text in texts for script in everywhere(parse(text))]
     if not all_cells:
-        cells = {(0, "fp32"), (2, "fp32"), (3, "fp32"), (3, "bf16")}
+        cells = {(0, "fp32"), (3, "bf16")}
         scripts = [one for one in scripts if one.cell.ranks == 2 and (one.cell.stage, one.cell.dtype) in cells]
     found = {str(script): verdict for script, verdict in zip(scripts, verdicts_of(scripts), strict=True) if verdict.word != "equal"}
     assert not found, "\n".join(f"{verdict}: {script}" for script, verdict in found.items())

@@ -53,6 +53,7 @@ def _shown(rows: list[loaded_types.Row]) -> list[str]:
     return [f"{row.name}: {text}" for row in rows for text in row.differences]
 
 
+@pytest.mark.slow  # fast: test_canary.py, and the other tests of this file
 @TRANSFORMERS_5
 def test_some_architectures_stay_as_loaded() -> None:
     rows = ranks.run_ranks(loaded_types.measure_each, 2, SOME, True)[0]
@@ -214,7 +215,7 @@ def _named_parameters_each(stage: int, dtype: str) -> None:
         _named_parameters(Run(stage=stage, dtype=dtype), {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}})
 
 
-@pytest.mark.fast_rows("2-fp16", "3-bf16")
+@pytest.mark.fast_rows("3-bf16")
 @thinned(3, stage=STAGES, dtype=HALF)
 def test_parameters_that_stay_in_fp32_train_as_in_plain_pytorch(stage: int, dtype: str) -> None:
     ranks.run_ranks(_named_parameters_each, 2, stage, dtype)
@@ -339,5 +340,6 @@ def _from_config() -> None:
         engine.destroy()
 
 
+@pytest.mark.slow  # fast: `test_a_model_built_inside_zero_init_has_the_same_types_and_numbers`
 def test_from_config_gives_the_same_types_at_all_stages() -> None:
     ranks.run_ranks(_from_config, 2)

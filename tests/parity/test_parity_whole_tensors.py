@@ -49,6 +49,8 @@ def test_bitwise_at_every_stage(name: str) -> None:
     ranks.run_ranks(_bitwise, 2, name, "odd_mlp", STAGES, 1)
 
 
+@pytest.mark.slow  # fast: `test_bitwise_on_two_ranks`
+@pytest.mark.fast_rows("3-RowScaled")
 @pytest.mark.parametrize(("world", "name"), [(1, "Adafactor groups"), (3, "RowScaled"), (4, "Adafactor groups")])
 def test_bitwise_on_other_numbers_of_ranks(world: int, name: str) -> None:
     ranks.run_ranks(_bitwise, world, name, "odd_mlp", (1, 3), 2)
@@ -59,12 +61,13 @@ def test_optimizers_that_look_at_all_parameters_where_every_rank_has_them() -> N
     ranks.run_ranks(_close, 1, "Prodigy", "mlp", Run(stage=3))
 
 
+@pytest.mark.fast_rows("gpt2", "conv")
 @pytest.mark.parametrize("case", ["tied_coder", "gpt2", "conv"])
 def test_tied_weights_transformers_and_convolutions(case: str) -> None:
     ranks.run_ranks(_close, 2, "Adafactor", case, Run(stage=3, clip=0.1))
 
 
-@pytest.mark.fast_rows("2-bf16-transformers relative step", "3-bf16-LAMB")
+@pytest.mark.fast_rows("3-bf16-LAMB")
 @pytest.mark.parametrize(
     ("stage", "dtype", "name"),
     [(2, "bf16", "transformers relative step"), (3, "fp16", "transformers relative step"), (3, "bf16", "LAMB"), (2, "fp16", "LAMB")],
@@ -73,6 +76,7 @@ def test_16_bit(stage: int, dtype: str, name: str) -> None:
     ranks.run_ranks(_close, 2, name, "mlp", Run(stage=stage, dtype=dtype, clip=0.1, accumulation=2))
 
 
+@pytest.mark.slow  # fast: test_parity_trained_set.py has whole tensors and offloaded states
 @pytest.mark.fast_rows("Adafactor")
 @pytest.mark.parametrize("name", ["Adafactor", "RowScaled"])
 def test_states_on_the_host_and_shards_in_files(name: str, tmp_path: Any) -> None:
@@ -148,7 +152,7 @@ def _by_config(stage: int, optimizer: dict[str, Any], dtype: str = "fp32", **ext
     return trace
 
 
-@pytest.mark.fast_rows("optimizer0", "optimizer2")
+@pytest.mark.fast_rows("optimizer2")
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -170,6 +174,7 @@ def _low_masters(stage: int) -> Trace:
     return _by_config(stage, {"type": "Adafactor", "params": {"lr": 1e-2}}, "bf16", bf16=bf16)
 
 
+@pytest.mark.slow  # fast: `test_types_of_the_configuration_are_the_same_on_any_number_of_ranks_and_stages`
 def test_masters_in_16_bit() -> None:
     traces = [ranks.run_ranks(_low_masters, 2, stage)[0] for stage in (0, 3)]
     check(traces[1], traces[0], Run(dtype="bf16"), "16-bit masters", DRIFT)
@@ -254,7 +259,7 @@ def _memory(stage: int) -> tuple[int, int]:
     return held, numel
 
 
-@pytest.mark.fast_rows("1-2-8", "3-0-10")
+@pytest.mark.fast_rows("3-0-10")
 @pytest.mark.parametrize(("stage", "whole", "shared"), [(0, 10, 0), (1, 2, 8), (2, 2, 8), (3, 0, 10)])
 def test_memory_between_steps_is_shared(stage: int, whole: int, shared: int) -> None:
     """Check the bytes: 16-bit weights (2), masters (4), a moment per element (4); moments are distributed in complete parameters."""
@@ -323,6 +328,7 @@ def _over_slices(stages: tuple[int, ...]) -> None:
         compare(result, found[0], f"stage {stage}")
 
 
+@pytest.mark.slow  # fast: `test_bitwise_on_two_ranks`
 def test_ranks_that_share_their_sequences_are_owners_too() -> None:
     pytest.importorskip("transformers", minversion="5.0")
     ranks.run_ranks(_over_slices, 4, (0, 1, 3))

@@ -88,6 +88,7 @@ def _as_plain() -> None:
             engine.destroy()
 
 
+@pytest.mark.fast_rows("2")
 @pytest.mark.parametrize("world", [1, 2])
 def test_written_gradients_are_those_of_the_step(world: int) -> None:
     ranks.run_ranks(_as_plain, world)
@@ -350,6 +351,7 @@ def _hooks_after_the_engine(stage: int) -> None:
         engine.destroy()
 
 
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", slow_but((0, 1, 2, 3), 2, 3))
 def test_hooks_of_a_script_on_parameters(stage: int) -> None:
     ranks.run_ranks(_hooks_after_the_engine, 2, stage)

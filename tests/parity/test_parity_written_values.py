@@ -138,7 +138,7 @@ def _compare(stage: int, dtype: str, optimizer: str) -> None:
             engine.destroy()
 
 
-@pytest.mark.fast_rows("fp32-0", "bf16-1", "fp32-2", "bf16-3")
+@pytest.mark.fast_rows("fp32-0", "bf16-3")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_what_is_written_counts(stage: int, dtype: str) -> None:
@@ -317,6 +317,7 @@ def _written_divided(moment: str, who: tuple[int, ...]) -> None:
     beside.destroy()
 
 
+@pytest.mark.fast_rows("who0-before backward", "who1-before step")
 @pytest.mark.parametrize("moment", ["before backward", "before step"])
 @pytest.mark.parametrize("who", [(0, 1), (1,)])
 def test_what_is_assigned_to_a_divided_parameter_is_refused(moment: str, who: tuple[int, ...]) -> None:
@@ -412,6 +413,7 @@ def _in_forward(stage: int, bf16: bool, persist: int) -> None:
     engine.destroy()
 
 
+@pytest.mark.fast_rows("2-0", "3-1000")
 @pytest.mark.parametrize(("stage", "persist"), [(0, 0), (2, 0), (3, 0), (3, 1000)])
 def test_what_a_forward_writes_through_data_counts(stage: int, persist: int) -> None:
     for bf16 in (False, True):

@@ -44,6 +44,7 @@ def _ddp_equals_reference(name: str) -> None:
         check(_train_ddp(name, run), reference_case(name, run, ranks.world()), run, label=f"DDP {name}")
 
 
+@pytest.mark.fast_rows("gpt2", "albert", "conv")
 @pytest.mark.parametrize("name", ["gpt2", "bart", "albert", "vit", "conv"])
 def test_reference_is_what_ddp_does(name: str) -> None:
     ranks.run_ranks(_ddp_equals_reference, 2, name)

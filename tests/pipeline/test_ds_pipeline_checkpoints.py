@@ -66,6 +66,7 @@ def check_resumed_alike(folder: str) -> None:
     assert losses[2] == pytest.approx(losses[4], rel=1e-6) and losses[1] == pytest.approx(losses[4], rel=1e-6)
 
 
+@pytest.mark.slow  # fast: `test_resumed_over_other_stages`
 def test_the_same_step_after_loading_over_fewer_stages(tmp_path: Path) -> None:
     ranks.run_ranks(check_resumed_alike, 4, str(tmp_path))
 

@@ -47,7 +47,14 @@ def check_evaluation() -> None:
     assert float(loss) == pytest.approx(losses[0], rel=1e-6)
     outputs = engine.eval_batch(batches(), compute_loss=False, reduce_output=None)
     assert (logits is None and outputs is None) if not last else torch.equal(outputs[0], logits) and len(outputs) == 3
-    assert engine.module.training and engine.global_steps == 0
+    engine.micro_batches = 1
+    assert float(engine.eval_batch(batches())) == pytest.approx(losses[0], rel=1e-6)
+    with pytest.raises(StateError, match="train_batch.*micro_batches 1.*gradient_accumulation_steps 3"):
+        engine.train_batch(batches())
+    with pytest.raises(ConfigError, match="micro_batches was set to 0"):
+        engine.micro_batches = 0
+    engine.micro_batches = RUN.accumulation
+    assert engine.micro_batches == 3 and engine.module.training and engine.global_steps == 0
     with pytest.raises(ConfigError, match="'avg' or None"):
         engine.eval_batch(batches(), reduce_output="sum")
     engine.destroy()

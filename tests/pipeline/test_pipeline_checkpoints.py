@@ -16,7 +16,7 @@ from tests.support.tp_training import zoo_case
 CHANGES = {"num_hidden_layers": 4, "tie_word_embeddings": True}
 
 
-def check_resumed(folder: str) -> None:
+def check_resumed(folder: str, sizes: tuple[tuple[int, int], ...]) -> None:
     """Two steps, a checkpoint, two more; then the same from the checkpoint over other numbers of stages and ranks of a layer."""
     case = with_numbers(zoo_case("LlamaForCausalLM", CHANGES))
 
@@ -28,7 +28,7 @@ def check_resumed(folder: str) -> None:
         return losses
 
     run, expected = Run(1, clip=0.1, extra={"train_micro_batch_size_per_gpu": 2}), []
-    for stages, tp in ((2, 1), (2, 1), (1, 1), (2, 2), (1, 2)):
+    for stages, tp in ((2, 1), *sizes):
         engine = parity.initialize(case.build(), with_stages(run, stages, tp))
         if not expected:
             steps(engine, stages, tp, 0)
@@ -47,5 +47,7 @@ def check_resumed(folder: str) -> None:
         dist.barrier()
 
 
-def test_resumed_over_other_stages(tmp_path: Path) -> None:
-    ranks.run_ranks(check_resumed, 4, str(tmp_path))
+@pytest.mark.parametrize("sizes", [((2, 1), (1, 2)), pytest.param(((1, 1), (2, 2)), marks=pytest.mark.slow)], ids=["few", "others"])
+def test_resumed_over_other_stages(tmp_path: Path, sizes: tuple[tuple[int, int], ...]) -> None:
+    """Of stages and ranks of a layer."""
+    ranks.run_ranks(check_resumed, 4, str(tmp_path), sizes)

@@ -71,6 +71,7 @@ def _check_engine(name: str, model: nn.Module, config: dict[str, Any]) -> None:
     engine.destroy()
 
 
+@pytest.mark.slow  # fast: `test_a_rank_reads_its_own_stage_alone`
 def test_embeddings_are_resized_after_the_load(tmp_path: Path) -> None:
     for tied in (False, True):
         config = pp_breadth.build("LlamaForCausalLM", 4).config

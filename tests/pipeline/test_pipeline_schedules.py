@@ -116,6 +116,7 @@ def check_several(zero: int, names: tuple[str, ...]) -> None:
     check(case, Run(zero, clip=0.1), 2, schedule="ZBVZeroBubble", stages_per_rank=2)
 
 
+@pytest.mark.slow  # fast: `test_two_stages_a_rank`, test_pipeline_training.py
 def test_one_stage_a_rank() -> None:
     ranks.run_ranks(check_single, 2, 1)
 

@@ -49,6 +49,7 @@ def test_trainer_trains_like_one_rank_and_saves_the_whole_model(world: int, stag
         torch.testing.assert_close(loaded[name], value, rtol=2e-3, atol=2e-4)
 
 
+@pytest.mark.slow  # fast: test_pipeline_checkpoints.py
 def test_resuming_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     for whole, again in ranks.run_ranks(resume, 2, 2, str(tmp_path), group=False):
         assert len(again) == 4  # the first two come from the checkpoint's log

@@ -38,6 +38,7 @@ def check_four(every: bool) -> None:
         check(case, Run(1, clip=0.1), 2, tp=2)
 
 
+@pytest.mark.slow  # fast: test_pipeline_mixed.py
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_four_ranks(every: bool) -> None:
     """The fast row leaves tensor parallelism to `test_parameters_that_are_single_numbers`."""
@@ -71,6 +72,7 @@ def check_numbers(every: bool) -> None:
         check_schedule(case, Run(1, accumulation=2, clip=0.1), 2, "1F1B")
 
 
+@pytest.mark.slow  # fast: `test_kinds_of_models`
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_parameters_that_are_single_numbers(every: bool) -> None:
     ranks.run_ranks(check_numbers, 4, every)
@@ -103,13 +105,14 @@ def check_autocast() -> None:
             assert abs(plain.norms[0] - norms[0]) > 1e-5 * norms[0], "autocast changed nothing"
 
 
+@pytest.mark.slow  # fast: `test_settings` in 16 bit
 def test_autocast() -> None:
     ranks.run_ranks(check_autocast, 2)
 
 
-def check_kinds() -> None:
+def check_kinds(names: list[str]) -> None:
     """Encoders, encoder-decoders, shared layers, and a mixture whose balance is no mean over parts of a batch."""
-    for name, changes in KINDS.items():
+    for name, changes in ((name, KINDS[name]) for name in names):
         check(zoo_case(name, changes), Run(1, clip=0.1), 2)
 
 
@@ -159,7 +162,9 @@ KINDS = {
     "AlbertForMaskedLM": {},
     "MixtralForCausalLM": {},
 }
+FAST_KINDS = ["T5ForConditionalGeneration", "BertForMaskedLM", "MixtralForCausalLM"]
 
 
-def test_kinds_of_models() -> None:
-    ranks.run_ranks(check_kinds, 2)
+@pytest.mark.parametrize("names", [FAST_KINDS, pytest.param([name for name in KINDS if name not in FAST_KINDS], marks=pytest.mark.slow)])
+def test_kinds_of_models(names: list[str]) -> None:
+    ranks.run_ranks(check_kinds, 2, names)

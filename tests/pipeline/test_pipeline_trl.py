@@ -34,6 +34,7 @@ def test_two_stages_of_two_ranks(kind: str, trainer_models: Path, tmp_path: Path
         trainers.assert_close(expected, logged, f"{kind} over two stages", rel=1e-3)
 
 
+@pytest.mark.slow  # fast: test_trainer_generation.py
 def test_generated_predictions_come_once(tmp_path: Path) -> None:
     found = ranks.run_ranks(generated, 4, str(tmp_path), config(1, 2), group=False)
     assert [count for count, _ in found] == [6] * 4

@@ -69,6 +69,7 @@ def test_both_files_train_to_the_same_losses(name: str, tmp_path: Path, capsys: 
     assert theirs["losses"][0] - theirs["losses"][-1] > 0.2
 
 
+@pytest.mark.slow  # fast: `test_both_files_train_to_the_same_losses`
 def test_a_distributed_config_and_its_counterpart_train_to_the_same_losses(tmp_path: Path) -> None:
     (tmp_path / "distributed.json").write_text('{"fsdp_size": 2}')
     config = from_fsdp.translate(read_source(str(tmp_path / "distributed.json"))).config

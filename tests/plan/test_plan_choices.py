@@ -22,6 +22,7 @@ def plan(form: str, **config: Any) -> Any:
     return planned.plan(f"python:{FORMS}:build", {"form": form}, {**BF16, **config}, SAMPLES, LENGTH, {}, world=2)
 
 
+@pytest.mark.fast_rows("counts-2", "switch-1")
 @pytest.mark.parametrize(("form", "choices"), [("masks", CHOICES), ("counts", CHOICES), ("switch", 1)])
 def test_experts_compute_what_tokens_choose(form: str, choices: int) -> None:
     tokens = SAMPLES * LENGTH

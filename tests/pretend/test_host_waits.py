@@ -44,6 +44,7 @@ def _waits_by_step(run: Run) -> list[Waits]:
     return steps[2:]
 
 
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 2, 3))
 def test_a_step_in_bf16_waits_once_at_most(stage: int) -> None:
     for steps in on_devices(Run(stage=stage, dtype="bf16", accumulation=2, clip=1.0)):

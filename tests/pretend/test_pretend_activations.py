@@ -42,6 +42,7 @@ def _flags(run: Run, names: list[str], kinds: list[str], adapters: bool) -> None
     assert pretend.late_copies() > late and pretend.pageable_copies() == pageable, "copies that overlap nothing"
 
 
+@pytest.mark.slow  # fast: `test_a_forgotten_wait_is_noticed`; test_host_activations.py has the numbers
 @pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_training_is_the_same_to_the_bit(stage: int) -> None:

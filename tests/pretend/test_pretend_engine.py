@@ -79,6 +79,7 @@ def test_offload_changes_nothing() -> None:
     on_devices(device_jobs.offload, "mlp", [Run(stage=2, accumulation=2, clip=0.5)], ["cpu, apart"])
 
 
+@pytest.mark.slow  # fast: `test_offload_changes_nothing`
 def test_offload_of_quantized_collectives_changes_nothing() -> None:
     """Codes of shards that come from the host, written and read in the order of the streams."""
     keys = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8}}
@@ -153,6 +154,7 @@ def test_a_forgotten_wait_is_noticed(target: str, replacement: Any) -> None:
 # -- the rest of the engine: jobs of other files, on a device -----------------------------------------------------------
 
 
+@pytest.mark.slow  # fast: test_parity_checkpointing.py, `test_gpt2_trains_as_on_the_cpu`
 def test_activation_checkpointing() -> None:
     on_devices(device_jobs.checkpointing)
 
@@ -161,11 +163,13 @@ def test_cpu_checkpointing() -> None:
     on_devices(device_jobs.cpu_checkpointing)
 
 
+@pytest.mark.slow  # fast: test_checkpoint_background.py
 @pytest.mark.parametrize("names", [["writer"], pytest.param(["datastates", "no room", "room for some"], marks=pytest.mark.slow)], ids=len)
 def test_saving_in_the_background(names: list[str], tmp_path: Path) -> None:
     on_devices(device_jobs.saves, str(tmp_path), names)
 
 
+@pytest.mark.slow  # fast: `test_offloaded_run_resumes` of test_checkpoint_resume.py
 def test_checkpoints_travel_between_device_and_host(tmp_path: Path) -> None:
     state = on_devices(device_jobs.save, str(tmp_path / "device"), IN_BACKGROUND)[0]
     assert ranks.run_ranks(device_jobs.load, 2, str(tmp_path / "device"), state, {}, 2) == [[], []]
@@ -216,6 +220,7 @@ def test_a_device_that_is_not_the_current_one() -> None:
 # -- names and numbers of the public interface --------------------------------------------------------------------------
 
 
+@pytest.mark.fast_rows("pretend_ccl-2")
 @pytest.mark.parametrize(("backend", "world"), [*((backend, 2) for backend in BACKENDS), (network.NAME, 1)])
 def test_public_interface(backend: str, world: int) -> None:
     on_devices(device_jobs.interface, backend=backend, world=world)
@@ -272,6 +277,7 @@ def _accelerate(zero: dict[str, Any]) -> tuple[list[float], set[str]]:
     return losses, devices
 
 
+@pytest.mark.slow  # fast: `test_offload_changes_nothing`
 def test_accelerate_trains_and_offloads_on_a_device() -> None:
     plain = on_devices(_accelerate, {"stage": 2}, group=False)
     assert {str(device) for _, devices in plain for device in devices} == {pretend.NAME}

@@ -107,6 +107,7 @@ def _one_device(overlap: str) -> None:
     assert torch.accelerator.current_device_index() == ranks.device().index
 
 
+@pytest.mark.fast_rows("full")
 @pytest.mark.parametrize("overlap", ["none", "full"])
 def test_a_rank_whose_script_made_the_group_works_on_its_device_alone(overlap: str) -> None:
     """The ranks' harness makes the process group and chooses no device; updates run in a thread, which begins with none."""

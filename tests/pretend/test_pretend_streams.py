@@ -71,6 +71,7 @@ def _compare(stage: int) -> None:
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+@pytest.mark.fast_rows("1", "3")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_gradients_of_several_streams(stage: int) -> None:
     env = {"HF_ZERO_TEST_DEVICE": pretend.NAME, "HF_ZERO_TEST_BACKEND": network.NAME}

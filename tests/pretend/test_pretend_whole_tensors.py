@@ -26,6 +26,7 @@ def _on_devices(backend: str, world: int, *args: Any) -> None:
     ranks.run_ranks(_close, world, *args, env=env, timeout=200.0)
 
 
+@pytest.mark.slow  # fast: test_parity_whole_tensors.py, and GPT-2 in test_pretend_engine.py
 @pytest.mark.fast_rows("pretend_ccl")
 @pytest.mark.parametrize("backend", ["gloo", network.NAME])
 def test_training_is_that_of_a_cpu(backend: str) -> None:
@@ -39,6 +40,7 @@ def test_training_over_three_ranks_is_that_of_a_cpu(backend: str) -> None:
     _on_devices(backend, 3, "LAMB", [Run(stage=stage, clip=0.1, accumulation=2) for stage in (1, 3)])
 
 
+@pytest.mark.slow  # fast: test_parity_trained_set.py has whole tensors and offloaded states
 def test_offloaded_states_are_updated_on_the_host() -> None:
     ways: list[dict[str, Any]] = [
         {"offload_optimizer": {"device": "cpu", "pin_memory": True}},

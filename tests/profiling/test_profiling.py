@@ -287,6 +287,7 @@ def _profile_of_an_engine(stage: int, section: dict[str, Any] | None) -> tuple[l
     return losses, printed.getvalue(), (numbers, engine.wall_clock_breakdown(), engine.flops_profiler_profile_step())
 
 
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_profile_of_a_training_step(stage: int) -> None:
     case = CASES["gpt2"]
@@ -317,6 +318,7 @@ def test_profile_of_a_training_step(stage: int) -> None:
     assert "(transformer) GPT2Model" in text and "(h) ModuleList" in text and "(0) GPT2Block" not in text
 
 
+@pytest.mark.slow  # fast: `test_profile_of_a_training_step`
 def test_profile_goes_to_a_file_and_eval_engines_have_none(tmp_path: Path) -> None:
     path = tmp_path / "flops.txt"
     answers = ranks.run_ranks(_profile_of_an_engine, 1, 2, {"enabled": "true", "profile_step": 0, "output_file": str(path)})

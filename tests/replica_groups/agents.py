@@ -2,7 +2,8 @@
 
     python -m tests.replica_groups.agents FOLDER      # with FOLDER/plan.json, see ``group_run``
 
-A launcher (agent) ends all ranks of its group when one has died, and starts them again, like torchrun. This process starts an agent again
+A launcher (agent) ends all ranks of its group when one has died, and starts them again, like torchrun; with ``torchrun`` in the plan it is
+torchrun, whose ranks import everything anew. This process starts an agent again
 that was killed. With ``nodes`` in the plan it puts each group into a network namespace, cuts its link and kills all its processes when a
 rank asks for it: the other groups are not told. The lighthouse is torchft's, in a process of its own. This process ends with status 0 when
 all groups have trained.
@@ -30,7 +31,8 @@ from tests.replica_groups.group_run import train, went_on_without
 _LIGHTHOUSE = """
 import sys, time
 from torchft._torchft import LighthouseServer
-address, times = f"0.0.0.0:{sys.argv[1]}", {"join_timeout_ms": 60000, "quorum_tick_ms": 20, "heartbeat_timeout_ms": 1000}
+address, times = f"0.0.0.0:{sys.argv[1]}", {"join_timeout_ms": 60000, "quorum_tick_ms": 20}
+times["heartbeat_timeout_ms"] = int(sys.argv[2])
 server = LighthouseServer(bind=address, min_replicas=1, **times)
 time.sleep(1 << 20)
 """
@@ -77,6 +79,15 @@ class Agent:
             if failures > self._plan.get("failures", 0):
                 return 1
 
+    def become_torchrun(self) -> None:
+        """Start torchrun in place of this process; it starts the ranks."""
+        log = os.open(self._folder / f"log-{self._group}-torchrun", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self._plan["ranks"])]
+        words += ["--max-restarts", "100", "--monitor-interval", "0.1", "-m", "tests.replica_groups.group_run", str(self._folder)]
+        os.execve(words[0], words, {**os.environ, **self._variables, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+
     def _is_to_wait(self) -> bool:
         """Return whether the last death of this group says that another group takes a step without it first, and none has."""
         died = sorted(self._folder.glob(f"died-{self._group}-*"), key=lambda path: int(path.name.rpartition("-")[2]))
@@ -122,11 +133,11 @@ class Agent:
 
 
 @contextlib.contextmanager
-def lighthouse(folder: Path, network: Namespaces | None) -> Iterator[str]:
-    """Run torchft's lighthouse, and yield its address."""
+def lighthouse(folder: Path, network: Namespaces | None, heartbeat: int) -> Iterator[str]:
+    """Run torchft's lighthouse, and yield its address. A group without a sign of life for ``heartbeat`` ms is left out."""
     number = len(network.names) - 1 if network is not None else 0
     port = _PORT if network is not None else free_port()
-    words = [sys.executable, "-c", _LIGHTHOUSE, str(port)]
+    words = [sys.executable, "-c", _LIGHTHOUSE, str(port), str(heartbeat)]
     host = network.address(number) if network is not None else "127.0.0.1"
     with (folder / "lighthouse").open("w") as log:
         server = subprocess.Popen(words if network is None else network.command(number, words), stdout=log, stderr=log)
@@ -145,7 +156,7 @@ def run(plan: dict[str, Any], folder: Path) -> None:
     """
     with contextlib.ExitStack() as stack:
         network = stack.enter_context(slow_network(plan["groups"] + 1, "hfzr")) if plan.get("nodes") else None
-        address = stack.enter_context(lighthouse(folder, network))
+        address = stack.enter_context(lighthouse(folder, network, plan.get("heartbeat", 1000)))
         agents: dict[int, int] = {}
 
         def end() -> None:
@@ -160,7 +171,10 @@ def run(plan: dict[str, Any], folder: Path) -> None:
             if not child:
                 status = 1
                 try:
-                    status = Agent(plan, folder, group, address, network).run()
+                    agent = Agent(plan, folder, group, address, network)
+                    if plan.get("torchrun"):
+                        agent.become_torchrun()
+                    status = agent.run()
                 except BaseException:
                     traceback.print_exc()
                 os._exit(status)

@@ -8,6 +8,9 @@ Keys of a plan:
   step (``PLACES``) and ``kind``: "rank", "agent" or "node". With ``lone`` the group is not started again before another one has taken a
   step without it. Two kinds are no deaths: "error" at the place "averaged" is an exchange that has failed on this rank alone, and "pause"
   stops the rank until another group has taken a step without it.
+* ``torchrun``: the launchers are torchrun itself, which starts a group again at once.
+* ``failures``: errors after which a launcher still starts its group again; ``heartbeat``: milliseconds of silence until the lighthouse
+  leaves a group out.
 * ``alone``: steps that the other groups take while one is away, before they wait for it. No group dies while another is away.
 * ``disk``: without replica groups, steps between two checkpoints in ``FOLDER/disk``.
 """
@@ -18,6 +21,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -266,6 +270,8 @@ def steps_of(engine: Any, deaths: Deaths, log: Log) -> Iterator[None]:
 
     assert isinstance(engine, Engine)
     engine.backward, engine.step = watched_backward, watched_step
+    optimizer: Any = engine.optimizer
+    optimizer._step = watched_step  # of Accelerate's optimizer.step(), which does not call the engine's
     handle = engine.register_forward_pre_hook(before, prepend=True)
     yield
     handle.remove()
@@ -370,3 +376,13 @@ def train(plan: dict[str, Any], folder: Path) -> None:
     deaths.wait_at_end()
     torch.save(weights, folder / f"weights-{deaths.group}-{deaths.rank}.pt")
     engine.destroy()
+
+
+def main() -> None:
+    """Be one rank that torchrun has started."""
+    folder = Path(sys.argv[1])
+    train(json.loads((folder / "plan.json").read_text()), folder)
+
+
+if __name__ == "__main__":
+    main()

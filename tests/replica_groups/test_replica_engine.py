@@ -122,6 +122,7 @@ def _one_group(stage: int) -> None:
     assert differences(full_state(fresh), full_state(alone)) == []
 
 
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_an_engine_beside_other_groups(stage: int) -> None:
     ranks.run_ranks(_one_group, 2, stage)

@@ -107,6 +107,7 @@ def both(stage: int, accumulation: int, size: int) -> None:
     loop(stage, accumulation, size, LENGTH, True, {})
 
 
+@pytest.mark.slow  # fast: the loop of test_sequence_accelerate.py, Trainer here
 @pytest.mark.parametrize(("stage", "accumulation"), [pytest.param(1, 1, marks=pytest.mark.slow), (3, 2)])
 def test_accelerate_loop_over_two_ranks(stage: int, accumulation: int) -> None:
     ranks.run_ranks(both, 2, stage, accumulation, 2)
@@ -177,7 +178,7 @@ def _divided(folder: str, stage: int, size: int, extra: dict[str, Any]) -> dict[
     return trainer_run(folder, stage, size, **extra)
 
 
-@pytest.mark.fast_rows("2-3-extra1", "4-3-extra6")
+@pytest.mark.fast_rows("2-3-extra1")
 @pytest.mark.parametrize(
     ("world", "stage", "extra"),
     [
@@ -226,6 +227,7 @@ def sft(folder: str, size: int) -> list[dict[str, float]]:
         return [{name: float(entry[name]) for name in names} for entry in trainer.state.log_history if "loss" in entry]
 
 
+@pytest.mark.slow  # fast: `test_trainer_trains_evaluates_and_predicts_like_one_rank`
 def test_sft_trains_and_logs_like_one_rank(tmp_path: Path) -> None:
     pytest.importorskip("trl")
     expected = ranks.run_ranks(sft, 1, str(tmp_path / "whole"), 1)[0]

@@ -76,6 +76,7 @@ def with_tensor_parallelism() -> None:
     check(mistral, Run(stage=3), Data(packed=True), 2, tensor=2)
 
 
+@pytest.mark.slow  # fast: `test_masks_and_stages_over_two_ranks`
 @pytest.mark.fast_rows("with_tensor_parallelism")
 @pytest.mark.parametrize("groups", [groups_of_four_ranks, with_sequence_parallelism, with_tensor_parallelism])
 def test_groups_over_four_ranks(groups: Any) -> None:
@@ -134,6 +135,7 @@ def quantized(base: str) -> None:
     assert [mine for _, mine in norms] == pytest.approx([theirs for theirs, _ in norms], rel=NORM)
 
 
+@pytest.mark.slow  # fast: test_parity_quantized.py, test_qlora.py
 def test_adapters_on_a_base_in_four_bit(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     pytest.importorskip("peft")
@@ -149,6 +151,7 @@ def lora() -> None:
     compare(divided(tiled, run, data, 2), whole(llama, run, data, 1), "the model of examples/minimal/long_sequences.py")
 
 
+@pytest.mark.slow  # fast: `test_masks_and_stages_over_two_ranks`
 def test_adapters_states_on_the_host_and_tiles() -> None:
     pytest.importorskip("peft")
     ranks.run_ranks(lora, 2)

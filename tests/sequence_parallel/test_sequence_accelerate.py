@@ -96,6 +96,7 @@ def test_accelerate_loop_over_two_ranks(stage: int, accumulation: int, length: i
     ranks.run_ranks(both, 2, stage, accumulation, length)
 
 
+@pytest.mark.slow  # fast: `test_accelerate_loop_over_two_ranks`
 @pytest.mark.parametrize(("stage", "size"), [(1, 2), pytest.param(3, 4, marks=pytest.mark.slow)])
 def test_accelerate_loop_over_four_ranks(stage: int, size: int) -> None:
     ranks.run_ranks(loop, 4, stage, 2, size, LENGTH)
@@ -134,6 +135,7 @@ def test_trainer_trains_and_evaluates_like_one_rank(tmp_path: Path, world: int, 
         close(found, expected)
 
 
+@pytest.mark.slow  # fast: test_expert_trainer.py
 def test_trainer_shares_experts_among_the_ranks_of_a_sequence(tmp_path: Path) -> None:
     """Long sequences of a mixture: slices of a sequence over the ranks that have its experts."""
     expected = ranks.run_ranks(_plain, 1, str(tmp_path / "whole"), 1, 1)[0]
@@ -168,6 +170,7 @@ def _twice(folder: str) -> list[float]:
         return losses
 
 
+@pytest.mark.slow  # fast: `test_trainer_trains_and_evaluates_like_one_rank`
 def test_trainer_trains_again(tmp_path: Path) -> None:
     expected = ranks.run_ranks(_twice, 1, str(tmp_path))[0]
     assert len(expected) == 4
@@ -179,6 +182,7 @@ def _resumed(folder: str) -> tuple[dict[str, list[float]], dict[str, list[float]
     return trainer_run(folder, 2, 2), trainer_run(folder, 2, 2, resume=True)
 
 
+@pytest.mark.slow  # fast: the same of test_context_accelerate.py
 def test_trainer_resumes_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     whole, resumed = ranks.run_ranks(_resumed, 2, str(tmp_path))[0]
     assert resumed["loss"] == whole["loss"] and resumed["grad_norm"] == whole["grad_norm"] and resumed["eval_loss"] == whole["eval_loss"]

@@ -25,6 +25,7 @@ def test_published_results_are_exact_or_refused_and_on_the_page() -> None:
     assert rendered.splitlines()[4:] == (START + page.split(START)[1].split(STOP)[0] + STOP).splitlines()[4:]
 
 
+@pytest.mark.slow  # fast: `test_architectures_over_two_ranks` of test_context_training.py
 def test_some_are_what_was_published() -> None:
     known = {row.name: row for row in saved()}
     for row in ranks.run_ranks(partial(each_of, measure), 2, SOME)[0]:

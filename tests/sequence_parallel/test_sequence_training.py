@@ -53,6 +53,7 @@ def architectures(names: list[str]) -> None:
         )
 
 
+@pytest.mark.slow  # fast: test_sequence_mixers.py, test_context_training.py
 @pytest.mark.parametrize(
     "names",
     [
@@ -77,6 +78,7 @@ def one_group_of_four() -> None:
     check(partial(llama, kv_heads=1), Run(stage=3, accumulation=2), Data(padding="left", prompt=7), 4)
 
 
+@pytest.mark.slow  # fast: `test_masks_and_stages_over_two_ranks`
 @pytest.mark.fast_rows("two_groups")
 @pytest.mark.parametrize("groups", [two_groups, one_group_of_four])
 def test_groups_over_four_ranks(groups: Callable[[], None]) -> None:
@@ -193,6 +195,7 @@ def part(folder: str, size: int, first: int, last: int) -> tuple[list[float], li
     return losses, norms
 
 
+@pytest.mark.slow  # fast: the same of test_context_training.py
 def test_a_checkpoint_resumes_over_groups_of_another_size(tmp_path: Path) -> None:
     before = ranks.run_ranks(part, 2, str(tmp_path), 2, 0, 2)[0]
     after = ranks.run_ranks(part, 4, str(tmp_path), 4, 2, 4)[0]

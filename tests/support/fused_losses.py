@@ -75,7 +75,7 @@ def tiled(model: Any) -> None:
     from hf_zero.sequence_parallel.tiled import TiledFusedLogitsLoss, TiledMLP
 
     def of_tile(head: Any, hidden: Tensor, targets: Tensor) -> Tensor:
-        return functional.cross_entropy(head(hidden).flatten(0, 1).float(), targets.flatten(), ignore_index=-100, reduction="sum")
+        return functional.cross_entropy(head(hidden).float(), targets, ignore_index=-100, reduction="sum")
 
     @functools.wraps(type(model).forward)
     def forward(self: Any, labels: Tensor | None = None, shift_labels: Tensor | None = None, **given: Any) -> SimpleNamespace:

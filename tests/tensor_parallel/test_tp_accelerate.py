@@ -117,6 +117,7 @@ def train_adapters(stage: int) -> None:
     check_against_one_rank(case, 2, [Run(stage=stage, clip=0.5)])
 
 
+@pytest.mark.slow  # fast: `test_loop_is_that_of_one_rank`
 @pytest.mark.parametrize("stage", slow_but([1, 3], 3))
 def test_adapters_train_as_on_one_rank(stage: int) -> None:
     ranks.run_ranks(train_adapters, 2, stage)

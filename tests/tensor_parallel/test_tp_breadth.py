@@ -12,6 +12,7 @@ KINDS = ["DebertaV2ForMaskedLM", "BambaForCausalLM", "Phi3ForCausalLM", "SwitchT
 SLOW_KINDS = ["BloomForCausalLM", "Olmo2ForCausalLM", "ApertusForCausalLM", "MobileBertForMaskedLM"]
 
 
+@pytest.mark.slow  # fast: `test_two_ranks_hold_one_model` of test_tp_training.py
 @pytest.mark.parametrize("names", [KINDS, pytest.param(SLOW_KINDS, marks=pytest.mark.slow)], ids=["fast", "slow"])
 def test_kinds_of_architectures_are_exact_and_mostly_split(names: list[str]) -> None:
     for row in measure_all(names, 3):
@@ -19,6 +20,7 @@ def test_kinds_of_architectures_are_exact_and_mostly_split(names: list[str]) -> 
         assert row.share >= 0.4, row
 
 
+@pytest.mark.slow  # fast: test_tp_heads.py
 def test_key_value_heads_of_several_ranks_are_repeated_as_often_as_padded_rows_need() -> None:
     """Two key/value heads on four ranks: one model that runs with made-up tokens, and one that does not."""
     for row in measure_all(["LlamaForCausalLM", "DbrxForCausalLM"], world=4, padded=True):

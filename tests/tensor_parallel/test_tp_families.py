@@ -36,6 +36,7 @@ def check(family: str, tp: int, runs: list[Run]) -> None:
     check_against_one_rank(zoo_case(*FAMILIES[family]), tp, runs)
 
 
+@pytest.mark.fast_rows("fused by groups-1")
 @pytest.mark.parametrize(("family", "stage"), [("fused, one key/value head, biases", 3), ("fused by groups", 1)])
 def test_four_ranks_share_heads(family: str, stage: int) -> None:
     ranks.run_ranks(check, 4, family, 4, [STAGES[stage]])

@@ -99,7 +99,7 @@ def _trains(kind: str) -> None:
         compare(found, whole(partial(_plain, kind, tied), run, DATA, ranks.world() // 2), f"{kind}, tied {tied}, stage {stage}, {parts}")
 
 
-@pytest.mark.fast_rows("2-liger", "2-trl", "2-tiled", "2-behind", "2-frozen")
+@pytest.mark.fast_rows("2-liger", "2-frozen")
 @thinned(2, world=[2, 4], kind=["liger", "asked", "trl", "tiled", *BEHIND])
 def test_every_stage(world: int, kind: str) -> None:
     ranks.run_ranks(_trains, world, kind)

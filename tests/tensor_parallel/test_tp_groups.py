@@ -90,6 +90,7 @@ def edited(path: str) -> list[float]:
     return train(engine, dist.get_rank() // 2)
 
 
+@pytest.mark.slow  # fast: `test_edited_plan_is_followed` of test_tp_plan.py
 def test_saved_and_edited_plan_is_followed(tmp_path: Path) -> None:
     plan = make_plan(CASE.build(), 2)
     plan.modules["transformer.h.0.mlp.c_fc"].split = "whole"

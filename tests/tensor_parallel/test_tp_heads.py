@@ -43,6 +43,7 @@ def test_fewer_key_value_heads_than_ranks(cases: list[tuple[str, dict[str, Any]]
             assert row.flow > 0.6, row
 
 
+@pytest.mark.slow  # fast: `test_fewer_key_value_heads_than_ranks`
 def test_key_value_heads_are_held_by_the_ranks_that_read_them() -> None:
     plan = make_plan(zoo.build("LlamaForCausalLM", changes=GROUPED), 4)
     assert plan.parameters["model.layers.0.self_attn.k_proj.weight"].ranges == [[(0, 4)], [(0, 4)], [(4, 8)], [(4, 8)]]

@@ -72,6 +72,7 @@ def load_as_scripts_do(folder: str, kind: str) -> tuple[int, int]:
     return peak_growth(lambda: load("wide"), kind), Path(f"{folder}/wide/model.safetensors").stat().st_size
 
 
+@pytest.mark.fast_rows("RssAnon")
 @pytest.mark.parametrize("kind", ["RssAnon", "RssFile"])
 def test_from_pretrained_reads_and_holds_slices(kind: str, tmp_path: Path) -> None:
     """Half of the model in memory of its own; of the file not all pages: the kernel maps more than is asked for, of matrices this small."""
@@ -131,6 +132,7 @@ def generate(stage: int) -> tuple[list[int], list[int]]:
     return engine.module.generate(tokens, **options)[0].tolist(), whole.generate(tokens, **options)[0].tolist()
 
 
+@pytest.mark.fast_rows("3")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_generate(stage: int) -> None:
     for found, expected in ranks.run_ranks(generate, 2, stage):
@@ -154,6 +156,7 @@ def checkpointed_with_dropout() -> tuple[list[float], float, list[float]]:
     return norms, losses[-1], torch.rand(3).tolist()
 
 
+@pytest.mark.slow  # fast: test_tp_training.py, test_parity_checkpointing.py
 def test_dropout_and_recomputation() -> None:
     (first, loss, state), (second, other_loss, other_state) = ranks.run_ranks(checkpointed_with_dropout, 2)
     assert first == second and loss == other_loss and state == other_state

@@ -36,6 +36,7 @@ def test_fused_query_key_value_of_gpt2_is_cut_in_three() -> None:
     assert plan.attributes["transformer.h.0.attn"] == {"split_size": 8}
 
 
+@pytest.mark.fast_rows("MixtralForCausalLM-model.layers.0.mlp.experts.down_proj-2")
 @pytest.mark.parametrize(
     ("name", "parameter", "split"),
     [

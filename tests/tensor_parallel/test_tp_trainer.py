@@ -48,6 +48,7 @@ def test_trainer_trains_like_one_rank_and_saves_the_whole_model(stage: int, worl
         torch.testing.assert_close(loaded[name], value, rtol=2e-3, atol=2e-4)
 
 
+@pytest.mark.slow  # fast: test_checkpoint_tensor_parallel.py
 @pytest.mark.parametrize(("tp", "saved_with"), [(2, 1), pytest.param(2, 2, marks=SLOW), pytest.param(1, 2, marks=SLOW)])
 def test_resuming_at_another_size_goes_on_as_if_nothing_had_happened(tp: int, saved_with: int, tmp_path: Path) -> None:
     for whole, again in ranks.run_ranks(resume, 2, 1, tp, saved_with, str(tmp_path), group=False):
@@ -55,6 +56,7 @@ def test_resuming_at_another_size_goes_on_as_if_nothing_had_happened(tp: int, sa
         assert again == pytest.approx(whole, rel=1e-4)
 
 
+@pytest.mark.slow  # fast: test_trainer_generation.py, `test_generate` of test_tp_load.py
 def test_generated_predictions_come_once(tmp_path: Path) -> None:
     found = ranks.run_ranks(generated, 4, str(tmp_path), zero_config(1, 2), group=False)
     assert [count for count, _ in found] == [6] * 4

@@ -23,7 +23,7 @@ STAGES = {"llama": 3, "gpt2": 1, "t5": 3, "bart": 2, "albert": 1, "mixtral": 3, 
 RUNS = [Run(stage=stage, clip=0.5, accumulation=2) for stage in (0, 1, 2, 3)]
 
 
-@pytest.mark.fast_rows("llama", "gpt2", "t5", "albert", "mixtral")
+@pytest.mark.fast_rows("gpt2", "t5", "mixtral", "llama")
 @pytest.mark.parametrize("name", STAGES)
 def test_two_ranks_hold_one_model(name: str) -> None:
     """Every architecture at one stage."""
@@ -46,6 +46,7 @@ def test_two_groups_of_two_at_every_stage(name: str) -> None:
     ranks.run_ranks(check_case, 4, name, 2, RUNS)
 
 
+@pytest.mark.slow  # fast: `test_two_ranks_hold_one_model`; test_parity_matrix.py in 16 bit
 def test_bf16() -> None:
     ranks.run_ranks(check_case, 2, "llama", 2, [Run(stage=stage, dtype="bf16") for stage in (1, 3)])
 

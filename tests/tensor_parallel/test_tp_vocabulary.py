@@ -125,7 +125,7 @@ def trains(name: str, stages: list[int]) -> None:
     check_against_one_rank(zoo_case(name, {}), 2, runs)
 
 
-@pytest.mark.fast_rows("T5ForConditionalGeneration-stages1", "BertForMaskedLM-stages2")
+@pytest.mark.fast_rows("BertForMaskedLM-stages2")
 @pytest.mark.parametrize(("name", "stages"), [("GPT2LMHeadModel", [3]), ("T5ForConditionalGeneration", [2]), ("BertForMaskedLM", [0])])
 def test_training(name: str, stages: list[int]) -> None:
     ranks.run_ranks(trains, 2, name, stages)
@@ -153,11 +153,13 @@ def model_losses(name: str) -> None:
         assert engine.module.generate(tokens, **options).tolist() == whole.generate(tokens, **options).tolist()
 
 
+@pytest.mark.fast_rows("LlamaForCausalLM", "BertForMaskedLM")
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma2ForCausalLM", "BertForMaskedLM"])
 def test_models_compute_their_loss_from_parts(name: str) -> None:
     ranks.run_ranks(model_losses, 2, name)
 
 
+@pytest.mark.slow  # fast: `test_training`
 def test_key_finds_the_head_by_its_name() -> None:
     model = zoo.build("LlamaForCausalLM")
     plan = make_plan(model, 2, overrides=overrides_of({"vocab_parallel_lm_head": True}, None, model))

@@ -97,6 +97,7 @@ def test_lora_through_trainer(stage: int, trainer_models: Path, tmp_path: Path) 
     ranks.run_ranks(_through_trainer, 2, trainer_models, tmp_path, "lora", (stage,), True)
 
 
+@pytest.mark.slow  # fast: `test_lora_through_trainer`, `test_kinds_against_plain_pytorch`
 def test_prompt_through_trainer(trainer_models: Path, tmp_path: Path) -> None:
     ranks.run_ranks(_through_trainer, 2, trainer_models, tmp_path, "prompt", (3,), False)
 
@@ -163,3 +164,76 @@ def _check_loads(models: Path, final: Path, trainer: Any) -> None:
     trainer.model_wrapped.eval()
     with torch.no_grad():
         torch.testing.assert_close(trainer.model_wrapped(**batch).loss, loaded(**batch).loss)
+
+
+# ------------------------------------------------------------------------------------------------ after the step
+
+
+def _adalora(steps: int) -> nn.Module:
+    from peft import AdaLoraConfig, get_peft_model
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        sizes = {"init_r": 6, "target_r": 2, "tinit": 1, "tfinal": 1, "deltaT": 1, "total_step": steps, "lora_dropout": 0.0}
+        return get_peft_model(
+            CASES["llama"].build(), AdaLoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], **sizes)
+        ).train()
+
+
+def _allocate(model: Any, optimizer: Any, backward: Any, clip: Any, steps: int) -> None:
+    """Train as PEFT's documentation says: ranks are allocated by the gradients, after the step and before ``zero_grad``."""
+    inner = getattr(model, "module", model)
+    for step in range(steps):
+        backward(model, step)
+        clip(model.parameters(), 0.05)
+        optimizer.step()
+        inner.base_model.update_and_allocate(step)
+        optimizer.zero_grad()
+
+
+def _ranks_by_gradients(kinds: tuple[tuple[int, dict[str, Any]], ...]) -> None:
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    import hf_zero
+
+    steps = 6
+    plain = _adalora(steps)
+
+    def backward_of_all(model: Any, step: int) -> None:
+        for rank in range(ranks.world()):
+            (model(**CASES["llama"].rows(step, 0, rank)).loss / ranks.world()).backward()
+
+    _allocate(plain, torch.optim.SGD(plain.parameters(), lr=0.5), backward_of_all, nn.utils.clip_grad_norm_, steps)
+    expected = {name: param.detach() for name, param in plain.named_parameters() if param.requires_grad}
+    assert any(bool((value == 0).any()) and bool((value != 0).any()) for name, value in expected.items() if "lora_E" in name)
+    for stage, keys in kinds:
+        with trainers.clean_state():
+            config = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": "auto", "zero_optimization": {"stage": stage}, **keys}
+            accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+            model = _adalora(steps)
+            engine, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+
+            def backward(model: Any, step: int, accelerator: Any = accelerator) -> None:
+                accelerator.backward(model(**CASES["llama"].rows(step, 0, ranks.rank())).loss)
+
+            _allocate(engine, optimizer, backward, accelerator.clip_grad_norm_, steps)
+            trained = [(name, param) for name, param in engine.module.named_parameters() if name in expected]
+            for name, param in trained:
+                found = hf_zero.utils.safe_get_full_fp32_param(param)
+                torch.testing.assert_close(found, expected[name], rtol=2e-4, atol=2e-5, msg=lambda text, at=(stage, name): f"{at}: {text}")
+            backward(engine, 0)
+            accelerator.clip_grad_norm_(engine.parameters(), 0.05)
+            before = [hf_zero.utils.safe_get_full_grad(param) for _, param in trained]
+            optimizer.step()
+            after = [hf_zero.utils.safe_get_full_grad(param) for _, param in trained]
+            torch.testing.assert_close(after, before)
+            shown = [param.grad for _, param in trained]
+            torch.testing.assert_close(shown, before if stage == 0 or "hf_zero" in keys else [None] * len(before))
+            optimizer.zero_grad()
+            assert {hf_zero.utils.safe_get_full_grad(param) for _, param in trained} == {None}
+            assert {param.grad for _, param in trained} == {None}
+            engine.destroy()
+
+
+def test_adalora_allocates_ranks_by_the_gradients_of_the_step() -> None:
+    ranks.run_ranks(_ranks_by_gradients, 2, ((0, {}), (2, {"hf_zero": {"show_gradients": True}}), (3, {})))

@@ -47,6 +47,7 @@ def _train_twice(models: Path, folder: Path, stages: tuple[int, ...]) -> None:
             assert abs(expected["eval_loss"] - evaluated["eval_loss"]) < 1e-4
 
 
+@pytest.mark.slow  # fast: `test_evaluate_before_train`
 def test_train_twice(trainer_models: Path, tmp_path: Path) -> None:
     ranks.run_ranks(_train_twice, 2, trainer_models, tmp_path, (0, 3))
 

@@ -74,6 +74,7 @@ def test_resume_repeats_bit_for_bit(stage: int, in_json: tuple[str, ...], traine
     ranks.run_ranks(_resume, 2, trainer_models, tmp_path, stage, in_json, {})
 
 
+@pytest.mark.slow  # fast: `test_resume_repeats_bit_for_bit`; test_checkpoint_resume.py in fp16
 @pytest.mark.parametrize("stage", slow_but([2, 3], 3))
 def test_resume_in_fp16(stage: int, trainer_models: Path, tmp_path: Path) -> None:
     """The loss scale starts too high, so that steps are skipped before and the scale grows after the checkpoint."""
@@ -91,6 +92,7 @@ def _best_model(models: Path, folder: Path, stage: int) -> None:
         assert not trainer.state.best_model_checkpoint.endswith("checkpoint-4")
 
 
+@pytest.mark.slow  # fast: test_trainer_preemption.py loads the best model
 @pytest.mark.parametrize("stage", slow_but([2, 3], 3))
 def test_load_best_model_at_end(stage: int, trainer_models: Path, tmp_path: Path) -> None:
     ranks.run_ranks(_best_model, 2, trainer_models, tmp_path, stage)
@@ -152,7 +154,7 @@ SAVED = [*itertools.product(["gpt2", "llama"], [2, 3], ["fp32", "bf16"])]
 SAVED_FAST = {("gpt2", 3, "bf16"), ("llama", 3, "fp32"), ("gpt2", 2, "fp32")}
 
 
-@pytest.mark.fast_rows("gpt2-3-bf16", "llama-3-fp32")
+@pytest.mark.fast_rows("gpt2-3-bf16")
 @pytest.mark.parametrize(
     ("name", "stage", "precision"), [pytest.param(*row, marks=() if row in SAVED_FAST else pytest.mark.slow) for row in SAVED]
 )

@@ -83,5 +83,6 @@ def _ranks_stop_at_different_lengths(models: Path, folder: Path) -> None:
         assert trainer.evaluate(trainers.rows(4, 2))["eval_loss"] > 0
 
 
+@pytest.mark.slow  # fast: test_generation.py
 def test_ranks_stop_at_different_lengths(trainer_models: Path, tmp_path: Path) -> None:
     ranks.run_ranks(_ranks_stop_at_different_lengths, 2, trainer_models, tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -34,5 +35,6 @@ def _reload(models: Path, folder: Path) -> None:
                     assert torch.equal(param, expected[name]), name
 
 
+@pytest.mark.slow  # fast: test_trainer_loading.py
 def test_a_model_that_rank_0_loads_by_itself(trainer_models: Path, tmp_path: Path) -> None:
     ranks.run_ranks(_reload, 2, trainer_models, tmp_path)

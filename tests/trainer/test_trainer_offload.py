@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.support import ranks, trainers
@@ -33,6 +34,7 @@ def _trainer(models: Path, folder: Path) -> None:
         assert not list((folder / "nvme").iterdir())
 
 
+@pytest.mark.slow  # fast: `test_the_plugin_offloads_with_the_native_adam`, test_parity_offload.py
 def test_trainer_logs_and_learns_the_same(trainer_models: Path, tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir()
     ranks.run_ranks(_trainer, 2, trainer_models, tmp_path)

@@ -81,7 +81,7 @@ def one_rank(folder: str, batch: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.fast_rows("2-sizes0-True", "3-sizes1-False")
+@pytest.mark.fast_rows("2-sizes0-True")
 @pytest.mark.parametrize(
     ("stage", "sizes", "typed"),
     [(2, {"tp": 2}, True), (3, {"dp_replicate": 2, "dp_shard": 2}, False), (1, {"dp_replicate": 2, "dp_shard": 2}, True)],

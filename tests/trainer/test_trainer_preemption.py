@@ -124,7 +124,7 @@ def _complete(models: Path, folder: Path) -> None:
 
 
 def _few(models: Path, folder: Path) -> None:
-    _run(models, folder, CASES[:4])
+    _run(models, folder, CASES[:2])
     _complete(models, folder / "complete")
 
 
@@ -134,4 +134,4 @@ def test_preempted_runs_go_on_where_they_stopped(trainer_models: Path, tmp_path:
 
 @pytest.mark.slow
 def test_more_of_them(trainer_models: Path, tmp_path: Path) -> None:
-    ranks.run_ranks(_run, 2, trainer_models, tmp_path, CASES[4:])
+    ranks.run_ranks(_run, 2, trainer_models, tmp_path, CASES[2:])

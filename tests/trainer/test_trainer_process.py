@@ -46,6 +46,7 @@ def _one_after_the_other(models: Path, folder: Path) -> None:
         assert not deepspeed_config() and not is_deepspeed_zero3_enabled(), "somebody holds the Trainer or its configuration"
 
 
+@pytest.mark.slow  # fast: `test_evaluate_before_train` of test_trainer_again.py
 def test_stages_follow_each_other_in_one_process(trainer_models: Path, tmp_path: Path) -> None:
     ranks.run_ranks(_one_after_the_other, 1, trainer_models, tmp_path, group=False)
 
@@ -109,6 +110,7 @@ def _saved_before_training(models: Path, folder: Path, gathers: bool) -> None:
         assert all(torch.equal(value, weights[name]) for name, value in plain.named_parameters())
 
 
+@pytest.mark.fast_rows("True")
 @pytest.mark.parametrize("gathers", [True, False])
 def test_saving_after_an_evaluation(gathers: bool, trainer_models: Path, tmp_path: Path) -> None:
     import torch

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.support import ranks, trainers
@@ -47,6 +48,7 @@ def _resume(models: Path, folder: Path) -> None:
         assert all(torch.equal(value, again[name]) for name, value in weights.items())
 
 
+@pytest.mark.slow  # fast: test_checkpoint_stores.py
 def test_an_empty_disk_goes_on_from_the_store(trainer_models: Path, tmp_path: Path) -> None:
     ranks.run_ranks(_resume, 2, trainer_models, tmp_path)
     local = objects(tmp_path / "first")

@@ -74,7 +74,8 @@ def _option(models: Path, folder: Path, options: dict[str, Any], stages: tuple[i
             trainers.assert_close(plain, found, f"stage {stage}")
 
 
-@pytest.mark.fast_rows("reentrant checkpointing and label smoothing", "group_by_length")
+@pytest.mark.slow  # fast: `test_train_evaluate_predict`, test_parity_checkpointing.py
+@pytest.mark.fast_rows("reentrant checkpointing and label smoothing")
 @pytest.mark.parametrize("name", FAST)
 def test_option(name: str, trainer_models: Path, tmp_path: Path) -> None:
     ranks.run_ranks(_option, 2, trainer_models, tmp_path, OPTIONS[name], FAST[name])
@@ -184,6 +185,7 @@ def _callbacks(models: Path, folder: Path) -> None:
             assert abs(rate - found_rate) < 1e-9
 
 
+@pytest.mark.slow  # fast: test_ds_gathered.py
 def test_callbacks_read_parameters(trainer_models: Path, tmp_path: Path) -> None:
     ranks.run_ranks(_callbacks, 2, trainer_models, tmp_path)
 

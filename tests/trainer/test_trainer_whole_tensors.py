@@ -40,6 +40,7 @@ def _against_ddp(models: Path, folder: Path, options: dict[str, Any], zero: dict
             trainers.assert_same_weights(weights, trainers.weights_of(trainer.model), f"stage {stage}", atol=3e-4)
 
 
+@pytest.mark.fast_rows("options and offload")
 @pytest.mark.parametrize(
     ("options", "zero", "stages"),
     [
@@ -77,6 +78,7 @@ def _resumed(models: Path, folder: Path, stage: int, resume: bool) -> tuple[Any,
         return trainers.logs_of(trainer), trainers.weights_of(trainer.model)
 
 
+@pytest.mark.slow  # fast: test_checkpoint_whole_tensors.py
 @pytest.mark.parametrize("places", [[(2, 1)], pytest.param([(2, 4), (3, 1), (3, 2)], marks=pytest.mark.slow)], ids=["one", "several"])
 def test_resume_on_another_number_of_ranks(places: list[tuple[int, int]], trainer_models: Path, tmp_path: Path) -> None:
     """``places``: stages and numbers of ranks that a run of two ranks at stage 3 goes on with."""

@@ -12,6 +12,7 @@ LOGGED = ("loss", "grad_norm", "rewards/margins", "logps/chosen", "accuracy", "r
 
 
 # The reference model of DPO is a second engine.
+@pytest.mark.fast_rows("sft-3", "dpo-3")
 @pytest.mark.parametrize(("kind", "stage"), [("sft", 3), ("dpo", 3), ("reward", 2)])
 def test_same_numbers(kind: str, stage: int, trainer_models: Path, tmp_path: Path) -> None:
     ranks.run_ranks(_same_numbers, 2, trainer_models, tmp_path, kind, (stage,), timeout=200)

@@ -12,6 +12,7 @@ from tests.support import ranks, trainers, trl_runs, weight_server
 LOGGED = ("loss", "grad_norm", "reward", "completions/mean_length", "sampling/importance_sampling_ratio/mean")
 
 
+@pytest.mark.slow  # fast: test_weight_receivers.py, test_example_rl.py
 def test_grpo_trains_with_a_server(trainer_models: Path, tmp_path: Path) -> None:
     _run(True, True, (3,), trainer_models, tmp_path)
 

@@ -3,8 +3,9 @@
 [Note: a save into a store] Objects of a save lie in ``<tag>/<number>`` ([Note: a sub-folder for each save]), so no save overwrites what
 another one wrote. Rank 0 leaves a record, ``.saves/<number>.json``, before the first part is sent, and removes it when the checkpoint
 is complete and the one that it replaces is gone. The next save looks at the records alone: those of dead processes, and of unknown ones
-after a day, name everything that has to be deleted. The marker ``<tag>/complete`` is created only if there was none when the save began
-and there is none now (``If-None-Match``, where the store has it), else replaced as a whole.
+after a day, name everything that has to be deleted. The marker ``<tag>/complete`` is written only if it is as it was when the save began:
+there is none, or the same one. The store itself compares where it can (``If-None-Match``, ``If-Match``). So of two saves of one tag the
+first to finish is complete, and the other one fails.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class StoreSave:
         self.folder = save_dir / tag / number
         self._record = save_dir / _RECORDS / f"{number}.json"
         self._replaces: str | None = None
+        self._former = b""  # content of the marker that it replaces
 
     # -- before a byte is written
 
@@ -78,6 +80,7 @@ class StoreSave:
             raise CheckpointError(f"{final} is an object and not a checkpoint that hf_zero wrote; choose another tag, or move it away")
         if not (final / MARKER_FILE).is_file():
             return None
+        self._former = (final / MARKER_FILE).get(SMALL_BYTES)  # before the number: a marker that changes between is noticed by ``commit``
         number = number_of(final)
         if not number and files_of(final) is None:
             raise CheckpointError(f"{final / MARKER_FILE} is not a file that hf_zero wrote; choose another tag, or move it away")
@@ -107,11 +110,13 @@ class StoreSave:
                 f"{who} is still running and is saving checkpoint {self.tag!r} to {self.save_dir}. Two runs must not save the same tag "
                 "to the same place: end one of them, or give it another URL"
             )
-        logger.warning("%s may be saving %r to %s as well; the save that finishes last is kept", who, self.tag, self.save_dir)
+        logger.warning(
+            "%s may be saving %r to %s as well; the save that finishes first is kept, and the other one fails", who, self.tag, self.save_dir
+        )
 
     # -- writing
 
-    def files(self, _direct: bool) -> Uploads:
+    def files(self, _direct: bool, _former: str = "") -> Uploads:
         """Return the writer of this rank's files."""
         return Uploads()
 
@@ -131,16 +136,16 @@ class StoreSave:
         (self.folder / MARKER_FILE).put(f"{digest(text)}\n".encode())
         note("checkpoint_sealed", self.tag)
         marker, content = self.save_dir / self.tag / MARKER_FILE, f"{digest(text)} {self.number}\n".encode()
-        if self._replaces is None:
-            try:
+        try:
+            if self._replaces is None:
                 marker.put_new(content)
-            except FileExistsError:
-                raise CheckpointError(
-                    f"another save has completed checkpoint {self.tag!r} in {self.save_dir} meanwhile; that one stays. Two runs must not "
-                    "save the same tag to the same place"
-                ) from None
-        else:
-            marker.put(content)
+            else:
+                marker.put_over(content, self._former)
+        except FileExistsError:
+            raise CheckpointError(
+                f"another save has completed checkpoint {self.tag!r} in {self.save_dir} meanwhile; that one stays. Two runs must not "
+                "save the same tag to the same place"
+            ) from None
         note("checkpoint_named", self.tag)
         _write_script(self.save_dir)
         if latest:

@@ -41,9 +41,14 @@ class FolderSave:
         """Make the hidden folder; on rank 0."""
         staging.begin(self.save_dir, self.tag, self.number)
 
-    def files(self, direct: bool) -> Disk:
-        """Return the writer of this rank's files; ``direct``: bypass the page cache if the file system can."""
-        return Disk(direct)
+    def files(self, direct: bool, former: str = "") -> Disk:
+        """Return the writer of this rank's files.
+
+        Args:
+            direct: Bypass the page cache if the file system can.
+            former: Tag of a checkpoint whose files are overwritten, see ``Disk``.
+        """
+        return Disk(direct, self.save_dir / former if former else None)
 
     def commit(self, index: Index, latest: bool) -> Path:
         """Write index, marker, name, and last of all ``latest``; on rank 0."""

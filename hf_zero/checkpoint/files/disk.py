@@ -50,9 +50,12 @@ class Disk:
 
     Args:
         direct: Bypass the page cache where that can be.
+        former: Folder of files that nobody needs any more. A new file takes the place of the one with its name there, and is written over
+            it: to free the pages of a file in memory and to get others takes longer than to overwrite them.
     """
 
-    def __init__(self, direct: bool = True) -> None:
+    def __init__(self, direct: bool = True, former: Path | None = None) -> None:
+        self._former = former
         self._direct = direct and fcntl is not None and hasattr(os, "O_DIRECT")
         self._files: list[DiskFile] = []
         self._free: list[mmap.mmap] | None = None
@@ -95,12 +98,34 @@ class Disk:
             raise TypeError(f"{path} is no file of a disk")
         with contextlib.ExitStack() as stack:
             place = folder if folder is not None else stack.enter_context(Folder(path.parent))
-            descriptor = place.create(path.name)
+            descriptor = self._take_former(place, path.name, nbytes)
+            if descriptor is None:
+                descriptor = place.create(path.name)
         file = DiskFile(self, path, descriptor, self._direct and nbytes >= DIRECT_FROM and _make_direct(descriptor))
         self._files.append(file)
         with file.named():
             yield file
             file.flush()
+
+    def _take_former(self, place: Folder, name: str, nbytes: int) -> int | None:
+        """Move the former file ``name`` to ``place`` and cut it to ``nbytes``; return its descriptor, open for writing. Return None if
+        there is none that can be written over.
+        """
+        if self._former is None or place.has(name):
+            return None
+        try:
+            with Folder(self._former, ours=True) as former:
+                descriptor = former.reopen(name)
+                try:
+                    if os.fstat(descriptor).st_size > nbytes:
+                        os.ftruncate(descriptor, nbytes)
+                    former.move(name, name, place)
+                except OSError:
+                    os.close(descriptor)
+                    raise
+        except OSError:
+            return None
+        return descriptor
 
     def sync(self) -> None:
         """Forces all files to the disk and closes them.

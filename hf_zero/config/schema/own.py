@@ -127,6 +127,12 @@ class OwnSettings(Section):
         "and the scheduler stay. rewind (with snapshot_steps) goes back to the newest snapshot or checkpoint and goes on with the batches "
         "after the spike. After 10 spikes in succession the comparison starts again without former values. Checkpoints hold these values",
     )
+    show_gradients: Bool = used(
+        False,
+        "Stages 1 to 3: param.grad between the backward that completes an optimizer step and the step is the whole reduced gradient, "
+        "gathered when a script reads it, and changes in place count. Every rank must read the same parameters. If false it is None, as "
+        "with DeepSpeed, and a read warns",
+    )
     peak_tflops: Positive | None = used(
         None,
         "With step_metrics: peak of one device in 10^12 operations per second, the base of utilisation; unset: from a table of devices",

@@ -13,6 +13,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_zero.core.optimizer.clones import clone, options_of
+from hf_zero.core.optimizer.master_parts import MasterParts
 from hf_zero.core.units.unit import Unit, find_unit, trained_of
 from hf_zero.core.units.values import publish
 from hf_zero.errors import StateError
@@ -40,6 +41,7 @@ class OwnObject:
         change: Set by the engine's step: calls a function that writes to masters, and shows the new values; collective.
         fetch: Gives the tensors in the groups their values before a method writes to them; collective.
         send: Takes the values that a method has written, and calls its argument with each unit, in order; collective.
+        parts: The tensors in the groups, and what a script has written to them.
 
     Args:
         inner: The torch optimizer.
@@ -50,6 +52,7 @@ class OwnObject:
         self.change: Callable[[Callable[[], object]], None] | None = None
         self.fetch: Callable[[], None] = lambda: None
         self.send: Callable[[Callable[[Unit], None]], None] | None = None
+        self.parts = MasterParts()
         self._inner = inner
         self._updates = False
         self._own: dict[str, Callable[..., Any]] = {}
@@ -79,10 +82,12 @@ class OwnObject:
     def updating(self) -> Iterator[None]:
         """Let the methods be the optimizer's own inside: the engine calls them."""
         self._updates = True
+        self.parts.pause()
         try:
             yield
         finally:
             self._updates = False
+            self.parts.resume()
 
     def write(self, change: Callable[[], object], updated: Callable[[Unit], None]) -> None:
         """Call ``change``, which writes to the tensors in the groups, and ``updated`` with each unit that is trained now; collective."""

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hf_zero.core.optimizer.clones import clone
+from hf_zero.core.optimizer.master_parts import new_part
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import ConfigError, StateError
@@ -72,7 +73,7 @@ class OwnedSegment:
     unit: Unit
     group: int
     range: Range
-    tensor: torch.Tensor
+    tensor: nn.Parameter
     inner: torch.optim.Optimizer
     rests: bool = False
 
@@ -124,7 +125,7 @@ class OwnedSegment:
         stops = [*(first for first, _ in runs[1:]), self.range.numel]
         pieces = []
         for (first, rests), stop in zip(runs, stops, strict=True):
-            tensor = nn.Parameter(self.tensor.detach()[first:stop], requires_grad=False)
+            tensor = new_part(self.tensor.detach()[first:stop])
             pieces.append(replace(self, range=Range(first, stop).shift(self.range.start), tensor=tensor, rests=rests))
             own = {name: value[first:stop] if name in rows else deepcopy(value) for name, value in state.items()}
             pieces[-1].install(own)
@@ -182,7 +183,7 @@ def lay_out(inner: torch.optim.Optimizer, units: Sequence[Unit], cuts: Callable[
     """
     return Segments(
         # nn.Parameter, because some optimizers check the class; without requires_grad. The view shares the master's memory.
-        OwnedSegment(unit, segment.group, part, nn.Parameter(master_of(unit)[part.start : part.stop], requires_grad=False), inner)
+        OwnedSegment(unit, segment.group, part, new_part(master_of(unit)[part.start : part.stop]), inner)
         for unit in units
         for segment in unit.layout.segments(unit.rank)
         for cut in cuts(unit)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 from weakref import ref
 
 import torch
@@ -16,6 +17,8 @@ from hf_zero.core.optimizer.segments import OwnedSegment, Segments, lay_out
 from hf_zero.core.optimizer.state_store import StateStore
 from hf_zero.core.units.unit import Unit, find_unit
 from hf_zero.errors import StateError
+
+T = TypeVar("T")
 
 
 class RankMemory(Protocol):
@@ -69,6 +72,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.norm: torch.Tensor | None = None
         self._step: Callable[[], None] | None = None
         self._clear: Callable[[], None] | None = None
+        self._take: Callable[[], object] | None = None  # the step that waits for a script's own ``step``
+        self._steps = False  # inside ``step``
         self.own = OwnObject(inner)
         self.segments = Segments()
         for group, tensors in zip(inner.param_groups, self._lay_out(), strict=True):
@@ -77,6 +82,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if inner.state:  # state that its constructor made for the parameters, which the segments replace
             inner.state = build_anew(inner, [dict(group) for group in inner.param_groups]).state
             self.state_store.adopt_states()
+        watch_parts(self)
 
     def _lay_out(self) -> list[list[torch.Tensor]]:
         """Create ``segments``; return the tensors that each group of the inner optimizer holds in place of the model's parameters."""
@@ -125,6 +131,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for index, group in enumerate(self.inner.param_groups):
             group["params"] = [segment.tensor for segment in self.segments if segment.group == index]
         self.state_store.bind(self.inner, self.units, self.segments)
+        watch_parts(self)
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -146,6 +153,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.state_store.close()
         self.inner.state.clear()
         self.segments, self.units = Segments(), []
+        self.own.parts.watch(())
         for group in self.inner.param_groups:
             group["params"] = []
 
@@ -185,9 +193,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
             StateError: The engine was destroyed.
         """
         loss = closure() if closure is not None else None
+        if self._take is not None:
+            self._take()
+            return loss
         if self._step is None:
             raise StateError("this optimizer belongs to no engine any more (destroy() was called)")
-        self._step()
+        self._steps = True
+        try:
+            self._step()
+        finally:
+            self._steps = False
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -286,6 +301,47 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"ShardedOptimizer({len(self.segments)} segments of {len(self.units)} units, inner={self.inner!r})"
+
+
+def watch_parts(optimizer: ShardedOptimizer) -> None:
+    """Look for writes of the script to the segments' tensors, unless offload moves these or updates them while the script runs."""
+    segments = optimizer.segments if type(optimizer.state_store) is StateStore and type(optimizer) is ShardedOptimizer else Segments()
+    optimizer.own.parts.watch((segment.unit, segment.tensor, partial(getattr, segment, "low")) for segment in segments)
+
+
+_STEP = ShardedOptimizer.step  # a script may replace it
+
+
+def through_step(optimizer: ShardedOptimizer, take: Callable[[], T], held: Any) -> T:
+    """Return ``take()``, which takes the engine's step at a boundary.
+
+    If a script has replaced ``optimizer.step``, also on its class, or has wrapped the object, call the script's ``step``, which calls the
+    original.
+
+    Args:
+        optimizer: The engine's optimizer.
+        take: Takes the step.
+        held: ``engine.optimizer``: ``optimizer``, or the script's object in its place.
+
+    Raises:
+        StateError: The script's ``step`` has not called the original once.
+    """
+    replaced = held is not optimizer or "step" in vars(optimizer) or type(optimizer).step is not _STEP
+    if not replaced or optimizer._steps:
+        return take()
+    results: list[T] = []
+    optimizer._take = lambda: results.append(take())
+    try:
+        held.step()
+    finally:
+        optimizer._take = None
+    if len(results) != 1:
+        name = getattr(held.step, "__qualname__", held.step)
+        raise StateError(
+            f"engine.optimizer.step was replaced by {name}, which called the original step {len(results)} times in engine.step(): it must "
+            "do that once, because the engine updates in the original"
+        )
+    return results[0]
 
 
 def _clearing(optimizer: ref[ShardedOptimizer]) -> Callable[..., None]:

@@ -84,7 +84,7 @@ class StateStore:
         for segment in segments:
             segment.tensor.grad = segment.gradient(by_unit[id(segment.unit)])
         if isinstance(self.inner, HostOptimizer) and writes_shards:
-            lows = {segment.tensor: low for segment in segments if (low := segment.low) is not None}
+            lows: dict[torch.Tensor, torch.Tensor] = {segment.tensor: low for segment in segments if (low := segment.low) is not None}
             self.inner.step(grad_factor=float(factor), lows=lows)
             for unit in trained_of(self.units):
                 shard_changed(unit)

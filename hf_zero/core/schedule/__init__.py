@@ -74,6 +74,8 @@ device all of this runs on the stream that the backward began on ([Note: one str
 
 At stage 0 ``param.grad`` shows the reduced gradient (``core/schedule/shown_gradients.py``, [Note: shown gradients]). Gradients that a
 script assigns to it are found at the boundary (``core/step/written.py``); their mean over ranks replaces the reduced gradient.
+At stages 1 to 3 a read of ``param.grad`` gathers it, or warns (``core/schedule/read_gradients.py``, [Note: read gradients]).
+Other code than a script's reads torch's own gradient through ``gradients_of``.
 
 Where shard groups have replicas, ``ReplicatedSum`` (``core/schedule/gradient_exchanges.py``) adds the last hop ([Note: two sums]):
 micro-steps are added up inside the group, and the backward of a boundary sends each unit's sum to its replicas when the reducer takes it

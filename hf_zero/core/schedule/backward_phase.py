@@ -15,6 +15,7 @@ from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.schedule import UnshardSchedule
 from hf_zero.core.schedule.torch_internals import call_after_backward, outside_compile, outside_transforms, reaches, transforming
 from hf_zero.core.schedule.watched_outputs import WatchedForward, WatchedOutputs, tensors_in
+from hf_zero.core.units.sharded_parameter import gradients_of, set_gradient
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import CollectiveError, StateError
 from hf_zero.observe import logger, note, span
@@ -106,11 +107,12 @@ class BackwardPhase:
             if not phase._collects:
                 if phase.reducer is not None:
                     phase.reducer.shown.require_hidden(param, entry.unit.layout.slots[index].name)
-                grad, param.grad = param.grad, None  # autograd's own: ``note_added`` must not treat it as written by the script
+                (grad,) = gradients_of([param])
+                set_gradient(param, None)  # autograd's own: ``note_added`` must not treat it as written by the script
                 try:
                     phase._begin_collecting()
                 finally:
-                    param.grad = grad
+                    set_gradient(param, grad)
             if not phase.begun:
                 phase._notice()
             hooks: Any = param._post_accumulate_grad_hooks

@@ -6,6 +6,7 @@ import ctypes
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -106,6 +107,9 @@ class GatheredParameters:
                 elif was_whole and not unit.gathers and self._modifier_rank is None and unit.collectives.data.world > 1:
                     self._sums[unit] = {index: _checksum(param.data) for index in indices if (param := unit.params[index]) is not None}
             unit.gathers += 1
+            training: Any = unit.belongs_to() if unit.belongs_to is not None else None
+            if training is not None:
+                training.mark_read(unit)
         if self._modifier_rank is None:
             self._loose = [(param, network) for param, network in self._loose if network.world > 1]
             self._loose_sums = [_checksum(param.data) for param, _ in self._loose]

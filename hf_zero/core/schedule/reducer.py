@@ -310,6 +310,8 @@ class Reducer:
         self._home.end()
         if self._reduces and self._completes:
             self.shown.begin()
+        else:
+            self.shown.reads.open(complete=False)
         self._reset()
         return errors
 
@@ -400,11 +402,13 @@ class Reducer:
         self._sort()
         return ""
 
-    def clear(self) -> None:
-        """Discard all gradients, including gradients that scripts have set."""
+    def clear(self, shows: bool = False) -> None:
+        """Discard all gradients, including gradients that scripts have set; ``shows``: leave those that ``param.grad`` shows there."""
         self._home.end()
         self.added_to.clear()
-        self.shown.end()
+        self.shown.reads.drop()
+        if not shows:
+            self.shown.end()
         self.shown.replaced = False
         for entry in self.gradients:
             entry.clear()

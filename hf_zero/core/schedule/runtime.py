@@ -25,10 +25,13 @@ from hf_zero.core.schedule.backward_phase import BackwardPhase, release_held
 from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.forward_hooks import RAISED, ForwardHooks
 from hf_zero.core.schedule.outside_reads import OutsideReads
+from hf_zero.core.schedule.plain_pickles import make_picklable
+from hf_zero.core.schedule.plain_pickles import undo as undo_picklable
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.schedule import ForwardPhase, UnshardSchedule
 from hf_zero.core.schedule.torch_internals import around_clipping, before_zero_grad, compiled_call, in_backward, is_compiled_wrapper
 from hf_zero.core.units.guards import unguard_unprepared
+from hf_zero.core.units.sharded_parameter import gradients_of
 from hf_zero.core.units.unit import Unit, find_unit
 from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.memory.residents import mark_residents
@@ -132,6 +135,7 @@ class Runtime:
         on_clip: Called with parameters without ``grad`` whose gradients a script clips, the largest norm and its order; returns the norm
             before, or None if no gradients wait.
         updated: Returns the ids of the tensors that the engine's optimizer holds in place of parameters.
+        on_forward: Called when a forward of the module begins outside of a backward.
 
     Args:
         module: See the attribute.
@@ -160,6 +164,7 @@ class Runtime:
         self.on_zero_grad: WeakMethod[Callable[[Sequence[nn.Parameter]], frozenset[int]]] | None = None
         self.on_clip: Callable[[Sequence[torch.Tensor], float, float], torch.Tensor | None] | None = None
         self.updated: WeakMethod[Callable[[], set[int]]] | None = None
+        self.on_forward: Callable[[], None] | None = None
         self._outside_reads = OutsideReads(module, root, blocks, self.forward, self.backward)
         self._hooks: list[ForwardHooks] = []
         self._handles: list[Handle] = []
@@ -179,6 +184,7 @@ class Runtime:
             before.detach()
         unguard_unprepared(self.module)
         self.module.__dict__[_ATTRIBUTE] = self
+        make_picklable(self.module)
         _attached.add(self)
         before_zero_grad(_clear)
         around_clipping(_clip)
@@ -227,6 +233,7 @@ class Runtime:
         self.backward.detach()
         self._outside_reads.detach()
         _attached.discard(self)
+        undo_picklable(self.module)
         if self.module.__dict__.get(_ATTRIBUTE) is self:
             del self.module.__dict__[_ATTRIBUTE]
 
@@ -266,6 +273,8 @@ class Runtime:
             self.backward.break_off()
         if self.backward.reducer is not None and torch.is_grad_enabled():  # a backward may follow
             self.backward.reducer.shown.end()
+        if block is self.root and self.on_forward is not None:
+            self.on_forward()
         self.backward.outputs.follow()
         self.forward.enter(block)
 
@@ -306,6 +315,12 @@ class Runtime:
         if self.backward.begun and not self.backward.mixed and not in_backward():
             self.backward.break_off()
 
+    def begin_clearing(self) -> None:
+        """Prepare for a script that clears gradients: end a broken backward, and forget the gradients of the last step."""
+        self.forget_broken()
+        if self.backward.reducer is not None and self.backward.reducer.shown.reads.keeps:
+            self.backward.reducer.shown.end()
+
     def require_forward(self, what: str) -> None:
         """Raise if the last forward raised on this rank and other ranks wait for it; collective then.
 
@@ -332,6 +347,19 @@ class Runtime:
         self.backward.stop_training()
         if self.schedule is None:
             self.detach()
+
+    def read_gradient(self, unit: Unit, index: int, found: torch.Tensor | None) -> torch.Tensor | None:
+        """Return ``param.grad`` of a parameter for which torch has ``found``; see ``ReadGradients.read``."""
+        return found if self.backward.reducer is None else self.backward.reducer.shown.reads.read(unit, index, found)
+
+    def write_gradient(self, unit: Unit, index: int, value: torch.Tensor | None) -> bool:
+        """Take ``param.grad = value``, and return whether it was taken; see ``ReadGradients.write``."""
+        return self.backward.reducer is not None and self.backward.reducer.shown.reads.write(unit, index, value)
+
+    def mark_read(self, unit: Unit) -> None:
+        """Serve reads of ``param.grad`` in a unit that a script has just unsharded; local."""
+        if self.backward.reducer is not None:
+            self.backward.reducer.shown.reads.mark(unit)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         return self
@@ -363,7 +391,8 @@ def _clip(params: list[torch.Tensor], max_norm: float, norm_type: float, total_n
     Raises:
         UnsupportedError: Gradients of other parameters are to be clipped by the same norm.
     """
-    hidden = {id(param) for param in params if param.grad is None}
+    own_grads = dict(zip(map(id, params), gradients_of(params), strict=True))
+    hidden = {key for key, grad in own_grads.items() if grad is None}
     for runtime in list(_attached) if hidden else ():
         updated = runtime.updated() if runtime.updated is not None else None
         own = {id(param) for param in runtime.module.parameters() if param.requires_grad} | (updated() if updated is not None else set())
@@ -372,7 +401,7 @@ def _clip(params: list[torch.Tensor], max_norm: float, norm_type: float, total_n
         norm = runtime.on_clip(params, max_norm, norm_type)
         if norm is None:
             continue
-        if any(param.grad is not None and id(param) not in own for param in params):
+        if any(grad is not None and key not in own for key, grad in own_grads.items()):
             raise UnsupportedError(
                 "torch.nn.utils.clip_grad_norm_ was given parameters of an engine that shards their gradients together with others: clip "
                 "each by itself"

@@ -16,6 +16,7 @@ from torch.nn.utils import clip_grad
 from torch.utils.hooks import RemovableHandle
 
 from hf_zero.core.units.guards import HOOKED_MODULE
+from hf_zero.core.units.sharded_parameter import as_torch_has_it
 from hf_zero.core.units.whole_buffer import ordinary_tensors
 
 # -- torch.func ---------------------------------------------------------------------------------------------------------
@@ -190,7 +191,8 @@ def before_zero_grad(function: Callable[[list[nn.Parameter]], Container[int]]) -
         kept = [(param, param.grad) for param in params if id(param) in stays]
         for param, _ in kept:
             param.grad = None
-        _clear_gradients(self, set_to_none)
+        with as_torch_has_it():
+            _clear_gradients(self, set_to_none)
         for param, grad in kept:
             param.grad = grad
 
@@ -234,3 +236,18 @@ def around_clipping(function: Callable[[list[torch.Tensor], float, float, torch.
 
     clip_grad._get_total_norm = total_norm
     setattr(clip_grad, _SCALING, scale)
+    for cell in getattr(clip_grad.clip_grad_norm_, "__closure__", None) or ():
+        inner = cell.cell_contents  # the function inside torch's own decorator, whichever name a script has imported it by
+        if getattr(inner, "__name__", "") == "clip_grad_norm_" and not hasattr(inner, "__wrapped__"):
+            cell.cell_contents = _asking_torch(inner)
+
+
+def _asking_torch(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function``, which finds gradients as torch has them: it only asks which are there."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with as_torch_has_it():
+            return function(*args, **kwargs)
+
+    return call

@@ -5,6 +5,7 @@ equal.
 from __future__ import annotations
 
 import hashlib
+import zlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -269,6 +270,25 @@ def agree(collectives: Collectives, alike: Sequence[Alike], anywhere: Sequence[i
         by_rank = collectives.gather_objects(brought, "what differs at the boundary")
         next(one for index, one in enumerate(alike) if len({line[index] for line in by_rank}) > 1).refuse(collectives)
     return [int(answer) for answer in answers]
+
+
+def same_call(what: str) -> Alike:
+    """Return the function that the script has called as a fact for a vote; all votes between a backward and its step begin with it.
+
+    The error is a StateError that names the ranks and their calls.
+    """
+
+    def refuse(collectives: Collectives) -> NoReturn:
+        by_call: dict[str, list[int]] = {}
+        for rank, call in enumerate(collectives.gather_objects(what, "calls")):
+            by_call.setdefault(call, []).append(rank)
+        text = "; ".join(f"{name_ranks(ranks)}: {call}" for call, ranks in sorted(by_call.items()))
+        raise StateError(
+            f"the ranks have come to different calls that all of them must make ({text}): read param.grad of the same parameters on every "
+            "rank, and print or log on one rank afterwards"
+        )
+
+    return Alike([zlib.crc32(what.encode())], refuse)
 
 
 def same_pace(micro_steps: int) -> Alike:

@@ -53,6 +53,7 @@ def clip_waiting(engine_of: ref[Any], params: Sequence[torch.Tensor], max_norm: 
 
 def _clip(stepper: Stepper, given: set[int], max_norm: float) -> torch.Tensor:
     """Scale the gradients of the tensors with the ids ``given``; return their norm before. Collective."""
+    stepper.reducer.shown.reads.forget_read()
     total, shards, units = stepper.measure(), stepper.reduced(), trained_of(stepper.optimizer.units)
     segments, norm, pieces = stepper.optimizer.updated_tensors(), total, list(shards)
     if given.isdisjoint(segments):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
-from weakref import ref
+from weakref import WeakMethod, ref
 
 import torch
 
@@ -16,7 +16,7 @@ from hf_zero.core.schedule.hops import GradientExchange, GradientPolicy
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.stages import StagePolicy
-from hf_zero.core.step.agreement import Agreed, agree, same_clipping, same_groups, same_pace
+from hf_zero.core.step.agreement import Agreed, agree, same_call, same_clipping, same_groups, same_pace
 from hf_zero.core.step.grad_norm import clip_factor, first_non_finite, global_norm, model_axis
 from hf_zero.core.step.precision import LossScaler
 from hf_zero.core.step.spikes import StepWatch
@@ -33,6 +33,8 @@ _CHANGED = 1  # the norm of the gradients as they are now is not known
 _WRITTEN = 2  # a script has written gradients
 _ADDED = 3  # a backward has added to a gradient that a script had written
 _REFUSED = 4  # a script has written values to a parameter that cannot accept them
+_STEPS = same_call("step()")
+_ANSWERS = 3  # numbers in the message of a vote
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,14 @@ class StepSettings:
         stage: The ZeRO stage.
         skips_overflow: Whether the update is skipped when a gradient is not finite.
         wants_all: Whether every trainable parameter must have had a gradient on every rank.
+        shows_gradients: Whether scripts can read ``param.grad`` where gradients are sharded.
     """
 
     max_norm: float
     stage: StagePolicy
     skips_overflow: bool
     wants_all: bool = False
+    shows_gradients: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,7 +139,12 @@ class Stepper:
         self.groups: OtherGroups | None = None  # set by layers above
         self._averaged: int | None = None  # result of ``OtherGroups.average`` for the coming step
         self._measured: Measured | None = None  # norm of the coming step
+        self.keeps = False  # whether readers find the gradients after the step, until ``zero_grad``
+        self._clips_by: torch.Tensor | None = None  # norm by which the script has clipped the waiting gradients
+        self._clipped: torch.Tensor | None = None  # the same once they are clipped: the step clips no more
         optimizer.own.change = self.change_masters
+        if settings.shows_gradients:
+            reducer.shown.reads.meet = WeakMethod(self.meet)
         self._look_at_units()
 
     def _look_at_units(self) -> None:
@@ -165,7 +174,7 @@ class Stepper:
 
     def prepare(self, boundary: bool) -> None:
         """Prepare optimizer and units for a backward."""
-        self._averaged = None  # of a step that was measured and not taken
+        self._averaged = self._clips_by = self._clipped = None  # of a step that was measured and not taken
         self.optimizer.state_store.expect(self.scaler.scale if boundary else None)
 
     def norm_of(self, shards: Sequence[torch.Tensor], beside: torch.Tensor | None = None) -> torch.Tensor:
@@ -217,8 +226,10 @@ class Stepper:
         Raises:
             StateError: On every rank, if ranks have begun different numbers of micro-steps or have different hyper-parameters.
         """
-        look = WrittenValues(self.runtime.units(), self.collectives.data, self.runtime.idle)
-        alike = [same_pace(self.runtime.micro_steps)]
+        parts = self.optimizer.own.parts
+        parts.take(forward=False)
+        look = WrittenValues(self.runtime.units(), self.collectives.data, self.runtime.idle, parts.refusal())
+        alike = [_STEPS, same_pace(self.runtime.micro_steps)]
         if self.everyone is self.collectives.data:  # stages of a pipeline have units of their own
             alike.append(look.alike())
         alike.append(self.trained.alike())  # also removes tensors that a script has added to the groups
@@ -233,9 +244,19 @@ class Stepper:
             refuse_added(self.reducer, self.everyone)
         return Agreed(answers[0] >= _WRITTEN, answers[1], bool(answers[2]), answers[0] >= _CHANGED)
 
+    def meet(self, what: str) -> None:
+        """Wait for all ranks before a collective operation that the script begins, between backward and step; collective, on the host.
+
+        Raises:
+            StateError: On every rank, if some ranks do something else.
+        """
+        if self.everyone.world > 1:
+            agree(self.everyone, [same_call(what)], [0] * _ANSWERS)
+
     def _has_changed(self) -> bool:
         """Return whether ``measure`` has not taken the norm of the gradients as they are now; local."""
-        return self._measured is None or not self._measured.is_of(self.reduced(), self.runtime.micro_steps)
+        lent = self.reducer.shown.reads.lent  # may be written in ways that no counter shows
+        return lent or self._measured is None or not self._measured.is_of(self.reduced(), self.runtime.micro_steps)
 
     def signal_of_any(self) -> int:
         """Return the number of a signal that some rank has received, outside of a step; 0 for none. Collective, on the host; waits for
@@ -268,6 +289,27 @@ class Stepper:
         self._average(shards)
         return self.norm_of(shards) / self.scaler.scale
 
+    def note_clipping(self, norm: torch.Tensor) -> None:
+        """Note that a script clips the waiting gradients, whose norm is ``norm`` (0-dim, without loss scale); local.
+
+        [Note: clipped for readers] The step clips in the same pass in which it updates, and code that runs between the two would see
+        gradients that are not clipped. So they are clipped when such code reads or replaces one, and then the step clips no more.
+        """
+        if self.settings.max_norm > 0 and type(self) is Stepper and self.groups is None:
+            self._clips_by = norm
+            self.reducer.shown.reads.prepare = WeakMethod(self._clip_for_readers)
+            self.reducer.shown.reads.mark_all()
+
+    @torch.no_grad()
+    def _clip_for_readers(self) -> None:
+        norm, self._clips_by = self._clips_by, None
+        if norm is not None:
+            factor = clip_factor(norm, self.settings.max_norm)
+            self.reducer.shown.reads.forget_read()
+            for shard in self.reduced():
+                shard.mul_(factor.to(shard.device, shard.dtype))
+            self._clipped = norm
+
     def _average(self, shards: Sequence[torch.Tensor]) -> int:
         """Average the reduced gradients over replica groups, once per step; return the number of groups, see ``StepResult.groups``."""
         if self._averaged is None:
@@ -286,6 +328,7 @@ class Stepper:
 
     def reduced(self) -> list[torch.Tensor]:
         """Return the reduced gradients of the trained units, in their order, ready to be read."""
+        self.reducer.shown.reads.fold()
         with span("finish_reduce"):
             shards = [self._gradients[id(unit)].reduced() for unit in trained_of(self.optimizer.units)]
         self.optimizer.state_store.halt()
@@ -317,10 +360,11 @@ class Stepper:
             else:
                 scaled_norm = self._measured.norm
             self._measured = None
+        clipped, self._clips_by, self._clipped = self._clipped, None, None
         overflow = self.settings.skips_overflow and not bool(torch.isfinite(scaled_norm))
         norm = torch.full_like(scaled_norm, math.inf) if overflow else scaled_norm / self.scaler.scale
         culprit = ""
-        skipped = overflow
+        skipped, pending, counts = overflow, torch.tensor(1.0 / self.scaler.scale), [shard._version for shard in shards]
         if overflow:
             culprit = self.culprit_of(shards)
         elif watch is not None and watch.skips(norm, loss, self.everyone.world):
@@ -328,7 +372,8 @@ class Stepper:
         else:
             self.optimizer.begin_step()
             with span("clip"):
-                factor = clip_factor(norm, self.settings.max_norm) / self.scaler.scale
+                factor = clip_factor(norm, 0.0 if clipped is not None else self.settings.max_norm) / self.scaler.scale
+                norm, pending = norm if clipped is None else clipped, factor
             with span("update"):
                 self._prepare_update()
                 spreads: list[Pending | None] = []
@@ -337,7 +382,11 @@ class Stepper:
         self.optimizer.overflow, self.optimizer.norm = skipped, norm
         if not skipped:
             self.optimizer.end_step()
-        self.reducer.clear()
+        keeps = self.keeps and self.reducer.exchange.reduces and self.everyone is self.collectives.data
+        self.reducer.clear(shows=keeps)
+        if keeps:
+            unscaled = [None if shard._version != count else pending for shard, count in zip(shards, counts, strict=True)]
+            self.reducer.shown.reads.keep(zip(trained_of(self.optimizer.units), shards, unscaled, strict=True))
         if overflow:
             log_rank0("step skipped: the gradient of %s is not finite at loss scale %g", culprit, self.scaler.scale)
         scale = self.scaler.scale

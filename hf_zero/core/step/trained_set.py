@@ -17,6 +17,7 @@ from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.step.agreement import Alike
+from hf_zero.core.units.sharded_parameter import set_gradient
 from hf_zero.core.units.unit import Unit, find_unit
 from hf_zero.errors import StateError
 from hf_zero.observe import warn_once
@@ -331,7 +332,7 @@ class TrainedUnits:
         """Discard the gradients in ``param.grad`` of parameters that are in no trained unit; local."""
         self._trained.look()
         for entry in self._trained.waiting():
-            entry.param.grad = None
+            set_gradient(entry.param, None)
 
     def waits(self) -> bool:
         """Return whether a parameter that rests, or is in no trained unit, has a gradient on this rank; local."""
@@ -379,7 +380,7 @@ class TrainedUnits:
         """
         waiting = {id(new.param): grad for new in joining if (grad := new.param.grad) is not None}
         for new in joining:
-            new.param.grad = None
+            set_gradient(new.param, None)
         joined = self._join(joining) if joining else []
         notify = self.on_joined() if joined and self.on_joined is not None else None
         if notify is not None:

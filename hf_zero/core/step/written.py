@@ -15,6 +15,7 @@ from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.shown_gradients import ShownGradients
 from hf_zero.core.step.agreement import Alike, agree
 from hf_zero.core.units.registration import take_written_loose
+from hf_zero.core.units.sharded_parameter import gradients_of, set_gradient
 from hf_zero.core.units.unit import Unit
 from hf_zero.core.units.values import adopt_writes
 from hf_zero.errors import StateError
@@ -46,10 +47,10 @@ def take_written(reducer: Reducer, collectives: Collectives, parameters_sharded:
     _require_same(by_rank)
     for entry, index in written:
         param = entry.unit.params[index]
-        grad = None if param is None else param.grad
+        (grad,) = gradients_of([param])
         if param is None or grad is None:
             continue
-        param.grad = None
+        set_gradient(param, None)
         write_gradient(entry, index, _mean(entry, grad, collectives if entry.exchange.reduces else None))
 
 
@@ -87,7 +88,8 @@ def written_gradient(entry: UnitGradients, index: int, shown: ShownGradients, co
     by_rank: list[list[str]] = collectives.gather_objects([entry.unit.layout.slots[index].name] * written, "written gradients")
     _require_whole(by_rank, entry.unit.reshards)
     _require_same(by_rank)
-    return None if param is None or param.grad is None else _mean(entry, param.grad, collectives)
+    (grad,) = gradients_of([param])
+    return None if grad is None else _mean(entry, grad, collectives)
 
 
 def note_added(reducer: Reducer, factor: float) -> None:
@@ -188,10 +190,11 @@ class WrittenValues:
         units: All units of the engine, in the same order on all ranks.
         network: Network of the ranks that hold the engine's parameters that belong to no unit.
         idle: No backward of the forwards so far can follow.
+        refused: Error of an earlier write; empty if there is none.
     """
 
-    def __init__(self, units: Sequence[Unit], network: Collectives, idle: bool) -> None:
-        self.refused = ""
+    def __init__(self, units: Sequence[Unit], network: Collectives, idle: bool, refused: str = "") -> None:
+        self.refused = refused
         self._names: list[str] = []
         for unit in units:
             try:

@@ -54,7 +54,7 @@ def _param_like(param: nn.Parameter, empty: torch.Tensor) -> nn.Parameter:
     return whole_class(type(param))(empty, param.requires_grad)  # type: ignore[no-any-return]
 
 
-_ATTRIBUTES = (OWNER, "__getstate__", "__deepcopy__")
+_ATTRIBUTES = (OWNER, "__getstate__", "__reduce_ex__", "__deepcopy__")
 
 
 def register(unit: Unit) -> None:
@@ -73,6 +73,8 @@ def _own(unit: Unit, index: int, param: Any) -> None:
     set_class(param, empty=is_sharded(param))
     # torch.save of a parameter itself (on a CPU `param.cpu()` is the parameter) writes its attributes too, process groups included.
     vars(param)["__getstate__"] = partial(_foreign_state, ref(param))
+    if whole_class(type(param)) is nn.Parameter:
+        vars(param)["__reduce_ex__"] = partial(_reduced, ref(param))
     if unit.reshards:
         vars(param)["__deepcopy__"] = partial(_deep_copy, ref(param))
     unit.listener.registered(param, full_shape(param), unit.shard_part(index, unit.shard), unit.collectives)
@@ -135,6 +137,19 @@ def _foreign_state(itself: ref[Any]) -> dict[str, Any] | None:
     theirs = getattr(type(param), "__getstate__", None)  # a subclass may write more than its attributes
     state = None if theirs in (None, getattr(object, "__getstate__", None)) else theirs(param)
     return _of_others(param, vars(param) if state is None else state) or None
+
+
+def _reduced(itself: ref[Any], protocol: Any) -> Any:
+    """Return what ``pickle`` writes of a parameter: an ordinary parameter with memory of its own, not that of its unit.
+
+    Raises:
+        StateError: The parameter is sharded.
+    """
+    param: Any = itself()
+    others = _foreign_state(itself)
+    plain = nn.Parameter(param.detach().clone(), param.requires_grad)
+    vars(plain).update(others or {})
+    return plain.__reduce_ex__(protocol)
 
 
 def _of_others(param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:

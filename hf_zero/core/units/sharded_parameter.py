@@ -6,6 +6,7 @@ They have shape, dtype and device; a computation that needs values raises an err
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from numbers import Number
 from typing import Any
@@ -169,7 +170,90 @@ def _attempt(func: Any) -> str:
     return f"{getattr(func, '__name__', str(func)).split('.')[0]} was called with its values"
 
 
-class _Empty:
+_quiet: list[None] = []  # not empty while code runs that wants gradients as torch has them
+
+
+@contextmanager
+def as_torch_has_it() -> Iterator[None]:
+    """Let ``param.grad`` be torch's own inside the ``with``: for code that clears gradients, or asks only whether there are any."""
+    _quiet.append(None)
+    try:
+        yield
+    finally:
+        _quiet.pop()
+
+
+def set_gradient(param: torch.Tensor, value: torch.Tensor | None) -> None:
+    """Set torch's own ``param.grad``; ``gradients_of`` reads it."""
+    with _WITHOUT_FUNCTION():
+        _GRAD.__set__(param, value)
+
+
+class _Waiting:
+    """Mixin with a ``grad`` that the engine serves where torch has none, see [Note: read gradients]."""
+
+    __slots__ = ()
+
+    @property
+    def grad(self: Any) -> torch.Tensor | None:
+        """Return the gradient, as for any tensor; while sharded gradients wait for a step, whole or None."""
+        with _WITHOUT_FUNCTION():
+            found: torch.Tensor | None = _GRAD.__get__(self)
+        if (training := _training_of(self)) is not None:
+            found = training.read_gradient(*vars(self)[OWNER], found)
+        return found
+
+    @grad.setter
+    def grad(self: Any, value: torch.Tensor | None) -> None:
+        """Set a gradient, or remove it.
+
+        Raises:
+            StateError: ``value`` has another shape than the parameter has now, and the engine does not take it.
+        """
+        training = _training_of(self)
+        if training is not None and training.write_gradient(*vars(self)[OWNER], value):
+            return
+        with _WITHOUT_FUNCTION():
+            if isinstance(self, _Empty) and isinstance(value, torch.Tensor) and value.shape != self.shape:  # type: ignore[attr-defined]
+                raise _refusal(self, value)
+            _GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        with _WITHOUT_FUNCTION():
+            _GRAD.__delete__(self)
+
+
+def _training_of(param: Any) -> Any:
+    """Return the engine of a parameter, see ``Unit.belongs_to``; None without one, and if torch's own gradient is wanted."""
+    owner = None if _quiet else vars(param).get(OWNER)
+    return owner[0].belongs_to() if owner is not None and owner[0].belongs_to is not None else None
+
+
+class WaitingParameter(_Waiting, nn.Parameter):
+    """An unsharded ``nn.Parameter`` whose sharded gradient waits for a step."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = super().__deepcopy__(memo)
+        copied.__class__ = nn.Parameter
+        return copied
+
+
+def mark_waiting(params: Iterable[nn.Parameter | None]) -> None:
+    """Give unsharded parameters the class whose ``grad`` the engine serves."""
+    for param in params:
+        if type(param) is nn.Parameter:
+            param.__class__ = WaitingParameter
+
+
+def unmark_waiting(params: Iterable[nn.Parameter | None]) -> None:
+    """Undo ``mark_waiting``."""
+    for param in params:
+        if type(param) is WaitingParameter:
+            param.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+class _Empty(_Waiting):
     """Mixin that the class of an empty parameter adds to the class that the parameter has while it is unsharded.
 
     [Note: the class of an empty parameter] A parameter is an empty tensor between its uses at stage 3, and torch computes with empty
@@ -189,30 +273,6 @@ class _Empty:
             with _WITHOUT_FUNCTION():
                 return func(*args, **(kwargs or {}))
         return _without_values(func, args, kwargs or {})
-
-    @property
-    def grad(self) -> torch.Tensor | None:
-        """Return the gradient, as for any tensor."""
-        with _WITHOUT_FUNCTION():
-            found: torch.Tensor | None = _GRAD.__get__(self)
-        return found
-
-    @grad.setter
-    def grad(self: Any, value: torch.Tensor | None) -> None:
-        """Set a gradient of the shape that the parameter has now, or remove it.
-
-        Raises:
-            StateError: ``value`` has another shape.
-        """
-        with _WITHOUT_FUNCTION():
-            if isinstance(value, torch.Tensor) and value.shape != self.shape:
-                raise _refusal(self, value)
-            _GRAD.__set__(self, value)
-
-    @grad.deleter
-    def grad(self) -> None:
-        with _WITHOUT_FUNCTION():
-            _GRAD.__delete__(self)
 
 
 class ShardedParameter(_Empty, nn.Parameter):
@@ -250,6 +310,8 @@ def gradients_of(params: Iterable[torch.Tensor | None]) -> list[torch.Tensor | N
 def set_class(param: torch.Tensor, empty: bool) -> None:
     """Give ``param`` the class of an empty parameter, or its former class; classes with their own ``__torch_function__`` do not change."""
     kind = type(param)
+    if kind is WaitingParameter:
+        param.__class__ = kind = nn.Parameter  # type: ignore[assignment]
     if kind is (nn.Parameter if empty else ShardedParameter):  # nearly all parameters have one of these classes; runs in each forward
         param.__class__ = ShardedParameter if empty else nn.Parameter  # type: ignore[assignment]
     elif empty and issubclass(kind, ShardedParameter):  # a parameter that shows a placeholder
@@ -264,7 +326,7 @@ def set_class(param: torch.Tensor, empty: bool) -> None:
 
 def whole_class(kind: type[Any]) -> type[Any]:
     """Return the class that a parameter of class ``kind`` has while it is unsharded."""
-    return kind.__mro__[kind.__mro__.index(_Empty) + 1] if issubclass(kind, _Empty) else kind
+    return kind.__mro__[kind.__mro__.index(_Waiting) + 1] if issubclass(kind, _Waiting) else kind
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,6 +68,7 @@ class PipelineEngine(Engine):
     """
 
     training_route = "eval"  # keep the order of the data set, as DeepSpeed does
+    _micro_batches: int | None = None
 
     def __init__(
         self, module: nn.Module, resolved: ResolvedConfig, parts: EngineParts, sequence_parallel: SequenceParallel | None = None
@@ -98,11 +100,17 @@ class PipelineEngine(Engine):
             The mean loss of all micro-batches and data-parallel ranks, a scalar, on every rank.
 
         Raises:
-            StateError: The engine has no optimizer, or there is no iterator to read.
+            StateError: The engine has no optimizer, there is no iterator to read, or ``micro_batches`` was set to another number.
             ConfigError: An entry of the iterator is not (inputs, labels).
             StopIteration: The data has ended before the batch was complete.
         """
         self._require_optimizer("train_batch")
+        if self.micro_batches != self.accumulation.steps:
+            raise StateError(
+                f"train_batch() with engine.micro_batches {self.micro_batches}: a training batch has gradient_accumulation_steps "
+                f"{self.accumulation.steps} micro-batches, by which each loss is divided. Set micro_batches back after eval_batch(), or "
+                "call engine.set_train_batch_size(samples)"
+            )
         self.module.train()
         work = self._work(data_iter, self.accumulation.steps, computes_loss=True, together=True)
         with whole_step(self):
@@ -132,7 +140,7 @@ class PipelineEngine(Engine):
             compute_loss: Whether the result is computed from losses; otherwise from the outputs of the last layer.
             reduce_output: "avg" for the mean over micro-batches and data-parallel ranks; None for a list by micro-batch.
             bcast_loss: Whether all stages get a mean loss; otherwise only the last stage does. Other results are never sent.
-            num_micro_batches: Number of micro-batches to read; None is ``gradient_accumulation_steps``.
+            num_micro_batches: Number of micro-batches to read; None is ``micro_batches``.
 
         Returns:
             The result; None on stages that do not get it.
@@ -147,7 +155,7 @@ class PipelineEngine(Engine):
         training = self.module.training
         self.module.eval()
         try:
-            work = self._work(data_iter, num_micro_batches or self.accumulation.steps, compute_loss, reduce_output is not None)
+            work = self._work(data_iter, num_micro_batches or self.micro_batches, compute_loss, reduce_output is not None)
             work.trains, work.keeps_outputs = False, return_logits
             with torch.no_grad():
                 self._scheduler.look({self.stage_id: work}, len(work.parts))
@@ -155,6 +163,22 @@ class PipelineEngine(Engine):
             self.module.train(training)
         result = self._result(work, reduce_output, bcast_loss)
         return (result, _joined(work.outputs)) if return_logits else result
+
+    @property
+    def micro_batches(self) -> int:
+        """Return the number of micro-batches that ``eval_batch`` reads; ``gradient_accumulation_steps``, unless a script sets it."""
+        return self._micro_batches or self.accumulation.steps
+
+    @micro_batches.setter
+    def micro_batches(self, count: int) -> None:
+        if index(count) < 1:
+            raise ConfigError(f"engine.micro_batches was set to {count!r}; a number of at least 1 is allowed")
+        self._micro_batches = None if count == self.accumulation.steps else int(count)
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Set the number of samples per optimizer step, like ``Engine.set_train_batch_size``, and ``micro_batches`` to fit it."""
+        super().set_train_batch_size(train_batch_size)
+        self._micro_batches = None
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         """Let ``train_batch()`` read ``iterator`` from now on."""

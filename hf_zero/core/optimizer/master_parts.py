@@ -1,0 +1,139 @@
+"""Find writes of a script to the tensors in ``optimizer.param_groups``, parts of this rank's masters, and show them in the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.core.units.layout import UnitState
+from hf_zero.core.units.unit import Unit
+from hf_zero.core.units.values import own_part_changed
+
+_DATA: Any = torch.Tensor.data  # torch's own property
+_SHOWN, _LENT = "_hf_zero_shown", "_hf_zero_lent"  # attributes of a part: the tensor that ``data`` returns; the list of lent parts
+
+
+class MasterPart(nn.Parameter):
+    """The tensor of a segment while no update runs.
+
+    [Note: writes to parts of masters] A script may write to the tensors in ``optimizer.param_groups`` (weight decay by hand). Each of them
+    is a part of a master. Where the master is another tensor than the shard, a look for written weights compares the two, and cannot tell
+    which one was written. So torch's counts of writes in place are compared: each part has a count of its own, and ``data`` always returns
+    the same tensor, whose count is compared too. torch's optimizers choose their fast implementations by the class of the parameters, so
+    during an update the parts are ordinary parameters.
+    """
+
+    @property
+    def data(self: Any) -> torch.Tensor:
+        """Return the values, without gradient: the same tensor at every call."""
+        return _shown(self)
+
+    @data.setter
+    def data(self: Any, value: torch.Tensor) -> None:
+        """Copy ``value`` into the master: other memory would be no part of it."""
+        if value is not (shown := _shown(self)):
+            shown.copy_(value)
+
+
+def _shown(part: Any) -> torch.Tensor:
+    shown: torch.Tensor | None = vars(part).get(_SHOWN)
+    if shown is None:
+        shown = vars(part)[_SHOWN] = _DATA.__get__(part)
+        vars(part)[_LENT].append(part)
+    return shown
+
+
+def new_part(values: torch.Tensor) -> nn.Parameter:
+    """Return a segment's tensor, which shares the memory of ``values`` but not its count of writes."""
+    return nn.Parameter(values.data, requires_grad=False)
+
+
+class MasterParts:
+    """The segments' tensors of one optimizer, and the writes of a script to them.
+
+    Attributes:
+        late: Names of units that were written between an update and a forward and that other ranks hold whole: the forward has computed
+            with their previous values on those ranks.
+    """
+
+    def __init__(self) -> None:
+        self.late: list[str] = []
+        self._parts: list[tuple[Unit, nn.Parameter, Callable[[], torch.Tensor | None]]] = []
+        self._tensors: list[nn.Parameter] = []  # those of ``_parts``
+        self._counts: list[int] = []  # counts of writes at the last look, by part
+        self._lent: list[Any] = []  # parts whose ``data`` the script has asked for
+        self._lent_counts: list[int] = []  # counts of writes to these tensors
+
+    def watch(self, parts: Iterable[tuple[Unit, nn.Parameter, Callable[[], torch.Tensor | None]]]) -> None:
+        """Look for writes to these parts from now on.
+
+        Args:
+            parts: Unit, tensor, and a function that returns the part of the shard that follows it (None where the master is the shard).
+        """
+        self.pause()
+        self._parts = [entry for entry in parts if type(entry[1]) is nn.Parameter]  # a plan has tensors of another class
+        self._lent = []
+        self._tensors = [part for _, part, _ in self._parts]
+        for part in self._tensors:
+            vars(part)[_LENT] = self._lent
+        self._lent += [part for part in self._tensors if _SHOWN in vars(part)]
+        self.resume()
+
+    def pause(self) -> None:
+        """Begin an update: the parts are ordinary parameters, and may be written."""
+        for part in self._tensors:
+            part.__class__ = nn.Parameter
+
+    def resume(self) -> None:
+        """End an update, whose writes do not count."""
+        for part in self._tensors:
+            part.__class__ = MasterPart
+        self._look()
+
+    def _look(self) -> set[int]:
+        """Count writes again, and return the ids of the parts that were written since the last look."""
+        counts, lent = [part._version for part in self._tensors], [vars(part)[_SHOWN]._version for part in self._lent]
+        if counts == self._counts and lent == self._lent_counts:
+            return set()
+        before = self._lent_counts + [0] * (len(lent) - len(self._lent_counts))  # the count of a new tensor
+        written = {id(part) for part, now, then in zip(self._tensors, counts, self._counts, strict=False) if now != then}
+        written |= {id(part) for part, now, then in zip(self._lent, lent, before, strict=False) if now != then}
+        self._counts, self._lent_counts = counts, lent
+        return written
+
+    @torch.no_grad()
+    def take(self, forward: bool) -> None:
+        """Copy values that a script has written since the last call into shards and into this rank's part of whole buffers; local.
+
+        Args:
+            forward: A forward begins. Before a step this is False: the step distributes the values.
+        """
+        found = self._look()
+        written: dict[int, Unit] = {}
+        for unit, part, low in self._parts if found else ():
+            if id(part) in found:
+                written[id(unit)] = unit
+                if (follows := low()) is not None:
+                    follows.copy_(part)
+        for unit in written.values():
+            whole = unit.state is UnitState.UNSHARDED
+            if whole and unit.reshards and unit.exact:
+                unit.full[unit.owned.start : unit.owned.stop].copy_(unit.shard)
+            own_part_changed(unit)
+            if forward and whole and unit.layout.world > 1:
+                self.late.append(unit.name)
+
+    def refusal(self) -> str:
+        """Return the error for ``late``, and clear it; "" if there is none."""
+        late, self.late = list(dict.fromkeys(self.late)), []
+        if not late:
+            return ""
+        return (
+            f"a script has written to tensors in optimizer.param_groups (unit {late[0]}) after step(), and a forward has run since. Each "
+            "rank has only its own parts of masters there (ZeRO stages 1 and 2; at stage 3 parameters that stay whole), so the other ranks "
+            "have computed with the previous values. Write to the parameters of the model instead (for param in model.parameters(), under "
+            "torch.no_grad()), or write between backward() and step()"
+        )

@@ -1,0 +1,266 @@
+"""Serve reads of ``param.grad`` between a backward and the step where gradients are sharded: the whole gradient, or a warning."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from weakref import WeakMethod
+
+import torch
+
+from hf_zero.core.schedule.gradients import UnitGradients
+from hf_zero.core.units.alone import whole_from_owners
+from hf_zero.core.units.sharded_parameter import mark_waiting, unmark_waiting
+from hf_zero.core.units.unit import Unit
+from hf_zero.core.units.whole_buffer import other_uses
+from hf_zero.errors import StateError
+from hf_zero.observe import warn_once
+
+_OURS = 2  # references to a tensor that the script holds no more: from its record, and from the question
+
+
+@dataclass
+class _Served:
+    """A whole gradient that a script has read: its place, and the tensor of the parameter's shape."""
+
+    entry: UnitGradients
+    index: int
+    tensor: torch.Tensor
+
+
+class ReadGradients:
+    """Reads of ``param.grad`` at stages 1 to 3, from the end of a backward to the step or the next forward.
+
+    [Note: read gradients] While gradients wait, each trained parameter has a class whose ``grad`` is a property, so a usual step pays only
+    for the change of classes. If the configuration says so, a read gathers the gradient from its owners, after a vote of all ranks, which
+    finds ranks that do not read. The script may change the tensor: each rank copies its own part back before the step, or any other reader,
+    looks. A whole gradient that the script does not hold any more is freed at the next read, so a loop over all parameters needs the
+    memory of one. Otherwise a read returns None, and a warning names the way that works.
+
+    [Note: gradients after a step] In plain PyTorch gradients stay until ``zero_grad``, and scripts read them after the step (AdaLoRA does).
+    Where a loop is known to call ``zero_grad`` soon, the reduced gradients of the step stay until then, or until the next forward that may
+    train: as the step has used them, clipped and without loss scale. A native pass scales them on the way, so the factor is kept too.
+
+    Args:
+        gradients: Gradients of all trainable units; a list that may change.
+
+    Attributes:
+        meet: Votes on what the rank is about to do; set if reads are served.
+        lent: Whether the script has parts of the waiting gradients in their own memory, which it can write through ``data`` uncounted.
+        prepare: Called once before waiting gradients are read or replaced; may change them.
+    """
+
+    def __init__(self, gradients: Sequence[UnitGradients]) -> None:
+        self.meet: WeakMethod[Callable[[str], None]] | None = None
+        self.prepare: WeakMethod[Callable[[], None]] | None = None
+        self.lent = False
+        self._gradients = gradients
+        self._open = self._complete = False
+        self._served: dict[tuple[int, int], _Served] = {}  # by id of the unit and position
+        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # gradients of the last step, by id of the unit, and factors
+        self._warned = set[bool]()  # whether the gradients were complete when a warning was given
+
+    def open(self, complete: bool) -> None:
+        """Serve reads from now on: a backward has ended. ``complete``: its gradients complete an optimizer step. Local."""
+        self._complete = complete
+        if not self._open:
+            self._open = True
+            for entry in self._gradients:
+                if entry.exchange.policy.sharded:
+                    mark_waiting(entry.unit.params)
+
+    def mark(self, unit: Unit) -> None:
+        """Serve reads of the parameters of ``unit``, which has just been unsharded; local."""
+        if self._open and unit.trainable:
+            mark_waiting(unit.params)
+
+    def mark_all(self) -> None:
+        """Notice reads of gradients that torch has, too; local."""
+        for entry in self._gradients if self._open else ():
+            mark_waiting(entry.unit.params)
+
+    def begin(self) -> None:
+        """Prepare for a read of waiting gradients, or for a write to them; local."""
+        prepare, self.prepare = self.prepare() if self.prepare is not None else None, None
+        if prepare is not None:
+            prepare()
+
+    def close(self) -> None:
+        """Copy changes back and serve no more reads; local."""
+        if self._open:
+            self.fold()
+            self._forget_all()
+
+    def drop(self) -> None:
+        """Serve no more reads, because the gradients are discarded; local."""
+        if self._open:
+            self._forget_all()
+
+    def _forget_all(self) -> None:
+        self._open = self._complete = self.lent = False
+        self.prepare = None
+        self._served.clear()
+        self._kept.clear()
+        for entry in self._gradients:
+            unmark_waiting(entry.unit.params)
+
+    # -- after a step ----------------------------------------------------------------------------------------------------
+
+    @property
+    def keeps(self) -> bool:
+        """Return whether gradients of the last step are kept."""
+        return bool(self._kept)
+
+    def keep(self, gradients: Iterable[tuple[Unit, torch.Tensor, torch.Tensor | None]]) -> None:
+        """Serve reads of the gradients of a step that has ended; local.
+
+        Args:
+            gradients: For each unit its gradient, (shard_numel,), and the 0-dim factor by which it is still to be multiplied, or None.
+        """
+        self._kept = {id(unit): (shard, factor) for unit, shard, factor in gradients}
+        self._open = self._complete = True
+        scales = any(factor is not None for _, factor in self._kept.values())
+        self.prepare = WeakMethod(self._scale_kept) if scales else None
+        for entry in self._gradients:
+            if scales or entry.exchange.policy.sharded:
+                mark_waiting(entry.unit.params)
+
+    @torch.no_grad()
+    def _scale_kept(self) -> None:
+        for key, (shard, factor) in self._kept.items():
+            if factor is not None:
+                near = factor.to(shard.device)
+                # In place, because ``param.grad`` may show it; a product with the inverse of a loss scale may need a wider type.
+                wide = torch.promote_types(shard.dtype, torch.float32)
+                self._kept[key] = (shard.mul_(near) if wide == shard.dtype else shard.to(wide).mul_(near)), None
+
+    def of_last_step(self, unit: Unit, index: int) -> torch.Tensor | None:
+        """Return the whole gradient of the last step, a new tensor without loss scale; None if it is not kept. Collective."""
+        self.begin()
+        kept = self._kept.get(id(unit))
+        if kept is None:
+            return None
+        return whole_from_owners(unit, index, kept[0], f"{unit.name}: gradient").view(unit.layout.slots[index].shape)
+
+    # -- what a script does ----------------------------------------------------------------------------------------------
+
+    def read(self, unit: Unit, index: int, found: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the whole gradient of a parameter, of its full shape, with the loss scale; None if there is none, or it is not served.
+
+        Collective if it is served: every rank reads the same parameter.
+
+        Args:
+            unit: Unit of the parameter.
+            index: Position of the parameter in it.
+            found: The gradient that torch has; returned if there is one.
+
+        Raises:
+            StateError: On every rank, if another rank does not read it.
+        """
+        entry = self._entry(unit)
+        if entry is None:
+            return found
+        if found is not None or not entry.exchange.policy.sharded:
+            self.begin()
+            return found
+        name, meet = unit.layout.slots[index].name, self.meet() if self.meet is not None else None
+        if not self._complete or meet is None or not entry.exchange.reduces:
+            if self._complete not in self._warned and (entry.shard is not None or entry.has_local or self._kept):
+                self._warned.add(self._complete)
+                warn_once(_unserved(name, self._complete))
+            return None
+        meet(f"read {name}.grad")
+        self.begin()
+        self.fold()
+        held = entry.held()
+        if held is None:
+            return self.of_last_step(unit, index)
+        # Gathered at every read: whether a rank still has the last result is its own affair, and no reason to communicate or not.
+        served = self._served.pop((id(unit), index), None)
+        self._free_unheld()
+        whole = whole_from_owners(unit, index, held, f"{unit.name}: gradient").view(unit.layout.slots[index].shape)
+        if served is None:
+            served = _Served(entry, index, whole)
+        else:  # the script may hold it
+            with torch.no_grad():
+                served.tensor.copy_(whole)
+        self._served[id(unit), index] = served
+        return served.tensor
+
+    def write(self, unit: Unit, index: int, value: torch.Tensor | None) -> bool:
+        """Set the gradient of a parameter in the place of ``param.grad``, if gradients of a step wait and a script sets it; local.
+
+        Args:
+            unit: Unit of the parameter.
+            index: Position of the parameter in it.
+            value: Of the parameter's full shape, the same on all ranks; None drops the gradient.
+
+        Returns:
+            Whether it was set here; otherwise the assignment is torch's.
+        """
+        entry = self._entry(unit)
+        if entry is None or self._kept or not self._complete or not entry.exchange.reduces:
+            return False
+        self.begin()
+        slot = unit.layout.slots[index]
+        if not entry.exchange.policy.sharded:
+            return False
+        if value is None:
+            self.forget(unit, index)
+            unit.shard_part(index, entry.writable(index)).zero_()
+            return False  # a gradient that the script has assigned before goes too
+        if self.meet is None or not unit.reshards:  # whole parameters: torch has it, and the step averages it over ranks
+            self.forget(unit, index)
+            return False
+        if value.shape != slot.shape:
+            raise StateError(f"{slot.name}.grad was given a gradient of shape {tuple(value.shape)}, not {tuple(slot.shape)}")
+        self._served[id(unit), index] = _Served(entry, index, value)
+        return True
+
+    # -- what has become of it -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def fold(self) -> None:
+        """Copy this rank's parts of the gradients that a script has read, and may have changed, to where the step reads them; local."""
+        for served in self._served.values():
+            self._fold(served)
+
+    def _fold(self, served: _Served) -> None:
+        entry, unit = served.entry, served.entry.unit
+        slot = unit.layout.slots[served.index]
+        own = slot.range.intersect(unit.owned).shift(-slot.offset)
+        if own.numel and entry.shard is not None:
+            new, present = served.tensor.reshape(-1)[own.start : own.stop], unit.shard_part(served.index, entry.reduced())
+            if not torch.equal(new.to(present), present):
+                unit.shard_part(served.index, entry.writable(served.index)).copy_(new)
+
+    def forget(self, unit: Unit, index: int) -> None:
+        """Discard what a script has read of one parameter, because its gradient is replaced; local."""
+        self._served.pop((id(unit), index), None)
+
+    def forget_read(self) -> None:
+        """Copy changes back and read all gradients anew at their next read, because the waiting ones are about to change; local."""
+        self.fold()
+        self._served.clear()
+
+    def _free_unheld(self) -> None:
+        for key, served in list(self._served.items()):
+            if sys.getrefcount(served.tensor) <= _OURS and other_uses(served.tensor) <= (served.tensor._base is not None):
+                del self._served[key]
+
+    def _entry(self, unit: Unit) -> UnitGradients | None:
+        return next((entry for entry in self._gradients if entry.unit is unit), None) if self._open else None
+
+
+def _unserved(name: str, complete: bool) -> str:
+    if not complete:
+        return (
+            f"{name}.grad is None in the middle of a gradient accumulation: the gradients so far are sharded over the ranks (ZeRO stages 1 "
+            "to 3), so code under `if param.grad is not None` does nothing. Read it after the backward that completes the optimizer step"
+        )
+    return (
+        f"{name}.grad is None: gradients are sharded over the ranks (ZeRO stages 1 to 3), so code under `if param.grad is not None` does "
+        'nothing. Set "hf_zero": {"show_gradients": true} in the configuration to read and change it as without ZeRO, on every rank '
+        "alike; or use hf_zero.utils.safe_get_full_grad and safe_set_full_grad on all ranks"
+    )
