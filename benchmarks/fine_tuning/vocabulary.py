@@ -70,7 +70,7 @@ class TiledHead(nn.Module):
 
 def sum_of_tile(model: Any, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return the summed cross-entropy of one tile of tokens, from their hidden states."""
-    return functional.cross_entropy(model.lm_head(hidden).flatten(0, 1).float(), targets.flatten(), reduction="sum")
+    return functional.cross_entropy(model.lm_head(hidden).float(), targets, reduction="sum")
 
 
 def fused_head(model: Any, module: Any, tokens: torch.Tensor, tiles: int) -> torch.Tensor:

@@ -42,7 +42,7 @@ class TiledLlama(LlamaForCausalLM):  # replace by your model's class; checkpoint
 
 
 def loss_of(model, hidden, labels):
-    return functional.cross_entropy(model.lm_head(hidden).flatten(0, 1).float(), labels.flatten(), reduction="sum")
+    return functional.cross_entropy(model.lm_head(hidden).float(), labels, reduction="sum")
 
 
 def build(**shape):

@@ -66,7 +66,6 @@ def _check(script: Path, printed: str, cwd: Path) -> None:
     assert loss < losses[0] - 1, "the saved weights are not the trained ones"
 
 
-@pytest.mark.fast_rows("engine")
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_a_copy_with_fewer_steps_learns_and_leaves_a_model(script: Path, tmp_path: Path) -> None:
     """Run it on ranks of the pool, which have imported everything; it logs its first and its last step."""
