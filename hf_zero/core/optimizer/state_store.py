@@ -143,8 +143,8 @@ class StateStore:
         return gathers and not self._has_hooks() and self._on_host()
 
     def _has_hooks(self) -> bool:
-        """Return whether the inner optimizer has hooks, which expect one step of all segments."""
-        return bool(self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks)
+        """Return whether the inner optimizer has pre-step hooks, which expect one step of all segments."""
+        return bool(self.inner._optimizer_step_pre_hooks)
 
     def _on_host(self) -> bool:
         return all(unit.collectives.topology.device.type == "cpu" for unit in self.units[:1])

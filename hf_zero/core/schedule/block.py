@@ -374,7 +374,7 @@ class UnshardPass:
                 self.reshard(block)
 
     def _needs(self, block: Block) -> bool:
-        """Return whether a block that was unsharded for other ranks is needed on this one; forwards whose backward comes later do not
-        count in another pass of a forward.
+        """Return whether this rank needs a block that was unsharded for other ranks. In another pass of a forward it does not need blocks
+        whose backward is pending: backward unshards them again.
         """
         return block.kept or block.read_elsewhere or bool(block.open or (block.pending and not self._rerun))

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -23,6 +23,8 @@ from hf_zero.core.units.unit import full_shape
 from hf_zero.errors import StateError
 from hf_zero.memory.host_memory import mapped_files
 from hf_zero.observe import warn_once
+
+T = TypeVar("T", int, str)
 
 # Digests are compared as ``_PIECES`` numbers of ``_DIGITS`` hexadecimal digits, 24 bits each.
 _PIECES, _DIGITS = 10, 6
@@ -272,6 +274,14 @@ def agree(collectives: Collectives, alike: Sequence[Alike], anywhere: Sequence[i
     return [int(answer) for answer in answers]
 
 
+def _ranks_by(value: T, label: str, collectives: Collectives) -> list[tuple[T, list[int]]]:
+    """Return each value that ranks have, in order, with the ranks that have it; collective, ``label`` names the operation."""
+    found: dict[T, list[int]] = {}
+    for rank, one in enumerate(collectives.gather_objects(value, label)):
+        found.setdefault(one, []).append(rank)
+    return sorted(found.items())
+
+
 def same_call(what: str) -> Alike:
     """Return the function that the script has called as a fact for a vote; all votes between a backward and its step begin with it.
 
@@ -279,10 +289,7 @@ def same_call(what: str) -> Alike:
     """
 
     def refuse(collectives: Collectives) -> NoReturn:
-        by_call: dict[str, list[int]] = {}
-        for rank, call in enumerate(collectives.gather_objects(what, "calls")):
-            by_call.setdefault(call, []).append(rank)
-        text = "; ".join(f"{name_ranks(ranks)}: {call}" for call, ranks in sorted(by_call.items()))
+        text = "; ".join(f"{name_ranks(ranks)}: {call}" for call, ranks in _ranks_by(what, "calls", collectives))
         raise StateError(
             f"the ranks have come to different calls that all of them must make ({text}): read param.grad of the same parameters on every "
             "rank, and print or log on one rank afterwards"
@@ -301,10 +308,8 @@ def same_pace(micro_steps: int) -> Alike:
     """
 
     def refuse(collectives: Collectives) -> NoReturn:
-        by_count: dict[int, list[int]] = {}
-        for rank, count in enumerate(collectives.gather_objects(micro_steps, "micro-steps")):
-            by_count.setdefault(count, []).append(rank)
-        text = "; ".join(f"{count} on rank(s) {', '.join(map(str, ranks))}" for count, ranks in sorted(by_count.items()))
+        by_count = _ranks_by(micro_steps, "micro-steps", collectives)
+        text = "; ".join(f"{count} on rank(s) {', '.join(map(str, ranks))}" for count, ranks in by_count)
         raise StateError(
             f"the ranks have begun different numbers of micro-steps: {text}, so they would train on different batches. Either "
             "a rank skipped a batch because its loader is shorter (even_batches=False, a sampler that does not divide "

@@ -364,7 +364,9 @@ class Stepper:
         overflow = self.settings.skips_overflow and not bool(torch.isfinite(scaled_norm))
         norm = torch.full_like(scaled_norm, math.inf) if overflow else scaled_norm / self.scaler.scale
         culprit = ""
-        skipped, pending, counts = overflow, torch.tensor(1.0 / self.scaler.scale), [shard._version for shard in shards]
+        keeps = self.keeps and self.reducer.exchange.reduces and self.everyone is self.collectives.data
+        skipped, counts = overflow, [shard._version for shard in shards] if keeps else []
+        factor: torch.Tensor | None = None
         if overflow:
             culprit = self.culprit_of(shards)
         elif watch is not None and watch.skips(norm, loss, self.everyone.world):
@@ -373,7 +375,7 @@ class Stepper:
             self.optimizer.begin_step()
             with span("clip"):
                 factor = clip_factor(norm, 0.0 if clipped is not None else self.settings.max_norm) / self.scaler.scale
-                norm, pending = norm if clipped is None else clipped, factor
+                norm = norm if clipped is None else clipped
             with span("update"):
                 self._prepare_update()
                 spreads: list[Pending | None] = []
@@ -382,9 +384,9 @@ class Stepper:
         self.optimizer.overflow, self.optimizer.norm = skipped, norm
         if not skipped:
             self.optimizer.end_step()
-        keeps = self.keeps and self.reducer.exchange.reduces and self.everyone is self.collectives.data
         self.reducer.clear(shows=keeps)
         if keeps:
+            pending = torch.tensor(1.0 / self.scaler.scale) if factor is None else factor
             unscaled = [None if shard._version != count else pending for shard, count in zip(shards, counts, strict=True)]
             self.reducer.shown.reads.keep(zip(trained_of(self.optimizer.units), shards, unscaled, strict=True))
         if overflow:
