@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -31,33 +32,69 @@ class Outcome:
     reason: str = ""
 
 
-def run(job: Mapping[str, Any], python: str) -> Outcome:
-    """Run a contender under a time limit.
+class Started:
+    """The ranks of one contender: they import their packages at once, and train when ``finish`` is called.
 
     Args:
-        job: The fields of ``device_worker.Job``, and ``limit`` (seconds, 0 for none), ``world`` (number of ranks, 1) and ``peer_path`` (a
-            folder with DeepSpeed).
+        job: The fields of ``contenders.Job``, and ``limit`` (seconds after the start of training, 0 for none), ``world`` (number of ranks,
+            1) and ``peer_path`` (a folder with DeepSpeed).
         python: The Python interpreter.
     """
-    words = [python, str(RUNNER), str(WORKER), json.dumps({name: value for name, value in job.items() if name not in OURS})]
-    shared = _environment(job, python)
-    processes: list[subprocess.Popen[bytes]] = []
-    with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
-        names = [os.path.join(folder, f"{kind}{rank}") for rank in range(job.get("world", 1)) for kind in ("out", "err")]
-        files: list[IO[bytes]] = [open(name, "w+b") for name in names]  # noqa: SIM115 - closed below
+
+    def __init__(self, job: Mapping[str, Any], python: str) -> None:
+        self.job = job
+        words = [python, str(RUNNER), str(WORKER), json.dumps({name: value for name, value in job.items() if name not in OURS})]
+        shared = _environment(job, python)
+        self._files: list[IO[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        for rank in range(job.get("world", 1)):
+            out, err = (tempfile.TemporaryFile("w+b", prefix=f"rank{rank}_") for _ in range(2))
+            self._files += [out, err]
+            env = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            self._processes.append(subprocess.Popen(words, env=env, stdin=subprocess.PIPE, stdout=out, stderr=err))
+
+    def finish(self) -> Outcome:
+        """Let the ranks train, and return the answer of rank 0 or the reason why there is none."""
         try:
-            for rank, (out, err) in enumerate(zip(files[::2], files[1::2], strict=True)):
-                env = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                processes.append(subprocess.Popen(words, env=env, stdout=out, stderr=err))
-            late = _wait(processes, job.get("limit") or float("inf"))
+            for process in self._processes:
+                assert process.stdin is not None
+                with contextlib.suppress(BrokenPipeError):  # a rank that could not import its packages
+                    process.stdin.write(b"go\n")
+                    process.stdin.close()
+            late = _wait(self._processes, self.job.get("limit") or float("inf"))
         finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        texts = [_text(file) for file in files]
-        for file in files:
+            codes = self.stop()
+        texts = [_text(file) for file in self._files]
+        for file in self._files:
             file.close()
-    return _outcome(job, [process.returncode for process in processes], texts[::2], texts[1::2], late)
+        return _outcome(self.job, codes, texts[::2], texts[1::2], late)
+
+    def stop(self) -> list[int]:
+        """End all ranks; return their exit statuses."""
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        return [process.returncode for process in self._processes]
+
+
+def run(job: Mapping[str, Any], python: str) -> Outcome:
+    """Run one contender; the arguments are those of ``Started``."""
+    return Started(job, python).finish()
+
+
+def run_all(jobs: Iterable[tuple[Mapping[str, Any], str]]) -> Iterator[Outcome]:
+    """Yield the outcomes of jobs, each with its Python, in order; a job's ranks start while the job before trains."""
+    waiting: Started | None = None
+    try:
+        for job, python in jobs:
+            before, waiting = waiting, Started(job, python)
+            if before is not None:
+                yield before.finish()
+        if waiting is not None:
+            yield waiting.finish()
+    finally:
+        if waiting is not None:
+            waiting.stop()
 
 
 def add_peer(parser: argparse.ArgumentParser) -> None:

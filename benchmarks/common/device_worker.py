@@ -1,13 +1,14 @@
 """One rank of a contender of ``offload_gpu.py`` and ``step_time_gpu.py``, also with a peer's Python: train, print one JSON line.
 
-Needs only torch, transformers and the contender's package. The contender ``rates`` measures the machine instead: copies in both
-directions, Adam, forward and backward alone.
+Imports its packages, waits for a line on standard input, and only then uses the device, so that a contender starts while the one before
+still trains. The contender ``rates`` measures the machine instead: copies in both directions, Adam, forward and backward alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import resource
@@ -17,181 +18,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from benchmarks.common.contenders import CONTENDERS, DTYPES, PACKAGES, Job
 from benchmarks.common.training import build_model, make_batch
-
-LR, WEIGHT_DECAY = 1e-4, 0.1
-SCALE = 128.0  # static loss scale of fp16, so that every contender does the same steps
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-Step = Callable[[dict[str, Tensor]], Tensor]
-
-
-@dataclass(frozen=True)
-class Job:
-    """Settings of a run, from the command line.
-
-    Attributes:
-        contender: A key of ``CONTENDERS``, or ``rates``.
-        device: ``cuda``, ``cpu``, or ``pretend`` for the tests' pretend accelerator.
-        dtype: ``bf16`` or ``fp16``.
-        size: layers, width, heads, vocab, length, batch.
-        shape: ``gpt2`` or ``llama``.
-        stage: ZeRO stage of hf_zero and DeepSpeed.
-        offload: Keep parameters and optimizer on the host; without it, torch's fused AdamW is the client's optimizer everywhere.
-        reshard: FSDP2 drops whole parameters after forward.
-        cap_gib: GPU memory that torch may allocate; 0 for all.
-        host_gib: Resident host memory at which the process ends itself; 0 for no limit.
-        steps: Number of timed steps.
-        together: Number of steps between two waits for the device, one reading; the host may run ahead in between.
-        warmup: Number of steps before the timed ones.
-        overlap: ``hf_zero.offload_overlap``.
-        trace: Path for one step's profile; empty for none.
-    """
-
-    contender: str
-    device: str
-    dtype: str
-    size: dict[str, int]
-    shape: str = "gpt2"
-    stage: int = 3
-    offload: bool = True
-    reshard: bool = True
-    cap_gib: float = 0.0
-    host_gib: float = 0.0
-    steps: int = 5
-    together: int = 1
-    warmup: int = 2
-    overlap: str = "auto"
-    trace: str = ""
-
-
-# ------------------------------------------------------------------------------------------------ contenders
-
-
-def _config(job: Job) -> dict[str, Any]:
-    section: dict[str, Any] = {"enabled": True}
-    if job.dtype == "fp16":
-        section["loss_scale"] = SCALE
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": job.size["batch"],
-        "gradient_clipping": 1.0,
-        job.dtype: section,
-        "zero_optimization": {"stage": job.stage},
-    }
-    if job.offload:
-        blocks = {name: {"device": "cpu", "pin_memory": job.device != "cpu"} for name in ("offload_optimizer", "offload_param")}
-        config["zero_optimization"] |= blocks
-        config["optimizer"] = {"type": "AdamW", "params": {"lr": LR, "weight_decay": WEIGHT_DECAY}}
-    else:
-        config["zero_allow_untested_optimizer"] = True
-    return config
-
-
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
-
-
-def _engine_step(engine: Any) -> Step:
-    def step(batch: dict[str, Tensor]) -> Tensor:
-        loss: Tensor = engine(**batch).loss
-        engine.backward(loss)
-        engine.step()
-        return loss.detach()
-
-    return step
-
-
-def _initialize(package: Any, job: Job, model: nn.Module, config: dict[str, Any]) -> Step:
-    """Return the step of an engine with DeepSpeed's interface."""
-    own = {} if job.offload else {"optimizer": _adamw(model)}
-    return _engine_step(package.initialize(model=model, model_parameters=list(model.parameters()), config=config, **own)[0])
-
-
-def hf_zero(job: Job) -> Step:
-    """Return the step of hf_zero; at stage 3 the model is built in shards."""
-    import hf_zero
-
-    config = {**_config(job), "hf_zero": {"offload_overlap": job.overlap}}
-    init = hf_zero.zero.Init(config_dict_or_path=config) if job.stage == 3 else torch.device(job.device)
-    with init:
-        model = build_model(job.shape, job.size)
-    return _initialize(hf_zero, job, model.train(), config)
-
-
-def deepspeed(job: Job) -> Step:
-    """Return DeepSpeed's step; with offload the model is built in host memory, because its ``zero.Init`` fails with some torch versions."""
-    import deepspeed
-
-    with torch.device("cpu" if job.offload else job.device):
-        model = build_model(job.shape, job.size).to(DTYPES[job.dtype]).train()
-    return _initialize(deepspeed, job, model, _config(job))
-
-
-def _loop(job: Job, model: nn.Module, autocast: bool) -> Step:
-    optimizer = _adamw(model)
-    scale = SCALE if job.dtype == "fp16" else 1.0
-
-    def step(batch: dict[str, Tensor]) -> Tensor:
-        with torch.autocast(job.device, dtype=DTYPES[job.dtype]) if autocast else contextlib.nullcontext():
-            loss: Tensor = model(**batch).loss
-        (loss * scale).backward()
-        grads = [param.grad for param in model.parameters() if param.grad is not None]
-        if scale != 1.0:
-            for grad in grads:
-                grad.mul_(1.0 / scale)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
-
-
-def fsdp2(job: Job) -> Step:
-    """Return the step of ``fully_shard``; with offload ``CPUOffloadPolicy``, except on a CPU, where there is nothing to offload from."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-
-    offload = job.offload and job.device != "cpu"
-    with torch.device("cpu" if offload else job.device):
-        model: Any = build_model(job.shape, job.size).train()
-    options = {
-        "mesh": init_device_mesh(job.device, (torch.distributed.get_world_size(),)),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES[job.dtype], reduce_dtype=DTYPES[job.dtype]),
-        "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
-        "reshard_after_forward": job.reshard,
-    }
-    for block in model.transformer.h if job.shape == "gpt2" else model.model.layers:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
-    return _loop(job, model, autocast=False)
-
-
-def _on_its_device(job: Job) -> nn.Module:
-    with torch.device(job.device):
-        return build_model(job.shape, job.size).train()
-
-
-def pytorch(job: Job) -> Step:
-    """Return the step of plain PyTorch: fp32 parameters on the device, autocast, torch's fused AdamW."""
-    return _loop(job, _on_its_device(job), autocast=True)
-
-
-def ddp(job: Job) -> Step:
-    """Return the step of plain PyTorch in DistributedDataParallel."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    return _loop(job, DistributedDataParallel(_on_its_device(job), gradient_as_bucket_view=True), autocast=True)
-
-
-CONTENDERS: dict[str, Callable[[Job], Step]] = {"hf_zero": hf_zero, "deepspeed": deepspeed, "fsdp2": fsdp2, "pytorch": pytorch, "ddp": ddp}
-
 
 # ------------------------------------------------------------------------------------------------ measuring
 
@@ -266,8 +100,12 @@ def train(job: Job) -> dict[str, Any]:
     rank = torch.distributed.get_rank()
     batches = [_on_device(job, make_batch(index, rank, job.size)) for index in range(job.warmup + job.steps + 2)]
     loss = torch.zeros(())
+    begin = time.perf_counter()
+    first = 0.0
     for batch in batches[: job.warmup]:
         loss = step(batch)
+        synchronize(job)
+        first = first or time.perf_counter() - begin
     found = []
     timed = batches[job.warmup : job.warmup + job.steps]
     for part in [timed[first : first + job.together] for first in range(0, len(timed), job.together)]:
@@ -277,7 +115,7 @@ def train(job: Job) -> dict[str, Any]:
             loss = step(batch)
         synchronize(job)
         found.append((time.perf_counter() - start) / len(part))
-    answer = {"seconds": statistics.median(found), "loss": float(loss), **peaks(job)}
+    answer = {"seconds": statistics.median(found), "first": first, "loss": float(loss), **peaks(job)}
     if job.trace:
         try:
             with traced(job):  # two steps, because an update may continue into the next forward
@@ -302,18 +140,34 @@ def watch_host(limit_gib: float) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+def load(job: Job) -> None:
+    """Import every package of the job."""
+    import transformers
+
+    names = ("GPT2LMHeadModel", "LlamaForCausalLM")
+    for name in names:
+        getattr(transformers, name)
+    more = {"peft": job.lora, "torchao.float8": job.float8, "liger_kernel.transformers": job.liger, "torch._inductor.compile_fx": job.compiled}
+    for package in (PACKAGES.get(job.contender), *(name for name, wanted in more.items() if wanted)):
+        if package:
+            importlib.import_module(package)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("job", type=lambda text: Job(**json.loads(text)), help="JSON: the fields of Job")
     job = parser.parse_args().job
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # libraries print to standard output
-    if job.host_gib:
-        watch_host(job.host_gib)
     if job.device == "pretend":
         from tests import pretend
 
         pretend.load()
+    load(job)
+    if not sys.stdin.readline():
+        raise SystemExit("the benchmark has ended")
+    if job.host_gib:
+        watch_host(job.host_gib)
     if job.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         if job.cap_gib:

@@ -28,6 +28,7 @@ HOW = (
     "MFU: 6 N + 12 L d s FLOPs a token (N parameters without input embeddings, L layers of width d, s tokens a sample; "
     "nothing for recomputation)"
 )
+HOW_FROZEN = HOW.replace("6 N", "4 N").replace("recomputation)", "recomputation or for gradients of the frozen base)")
 
 
 def peak_of(device: str) -> float:
@@ -44,6 +45,6 @@ def parameters_of(model: nn.Module) -> int:
     return sum(param.numel() for param in model.parameters()) - (0 if tied else table.numel())
 
 
-def per_token(parameters: int, size: Mapping[str, int]) -> float:
-    """Return the FLOPs of forward and backward of one token."""
-    return 6.0 * parameters + 12.0 * size["layers"] * size["width"] * size["length"]
+def per_token(parameters: int, size: Mapping[str, int], frozen: bool = False) -> float:
+    """Return the FLOPs of forward and backward of one token; frozen parameters have no gradient of their own, adapters are not counted."""
+    return (4.0 if frozen else 6.0) * parameters + 12.0 * size["layers"] * size["width"] * size["length"]

@@ -13,7 +13,11 @@ Step = Callable[[dict[str, Tensor]], float]
 
 
 def build_model(shape: str, size: dict[str, int]) -> nn.Module:
-    """Return GPT-2 or Llama with random weights, the same on every rank and in every contender."""
+    """Return GPT-2 or Llama with random weights, the same on every rank and in every contender.
+
+    ``size`` has layers, width, heads, vocab and length; for Llama inner (width of the feed-forward layers) and kv_heads, if they are not 8/3
+    of the width and half of the heads.
+    """
     torch.manual_seed(0)
     if shape == "gpt2":
         from transformers import GPT2Config, GPT2LMHeadModel
@@ -39,10 +43,10 @@ def build_model(shape: str, size: dict[str, int]) -> nn.Module:
         LlamaConfig(
             vocab_size=size["vocab"],
             hidden_size=size["width"],
-            intermediate_size=size["width"] * 8 // 3 // 32 * 32,
+            intermediate_size=size.get("inner", size["width"] * 8 // 3 // 32 * 32),
             num_hidden_layers=size["layers"],
             num_attention_heads=size["heads"],
-            num_key_value_heads=size["heads"] // 2,
+            num_key_value_heads=size.get("kv_heads", size["heads"] // 2),
             max_position_embeddings=size["length"],
             tie_word_embeddings=False,
             use_cache=False,

@@ -20,7 +20,7 @@ rm -rf "$fresh"
 mkdir -p "$fresh"
 pip="$PYTHON -m pip --disable-pip-version-check install --quiet --no-compile"
 platforms=""
-for name in manylinux_2_28 manylinux_2_27 manylinux_2_17 manylinux2014; do platforms="$platforms --platform ${name}_x86_64"; done
+for name in manylinux_2_28 manylinux_2_27 manylinux_2_24 manylinux_2_17 manylinux2014; do platforms="$platforms --platform ${name}_x86_64"; done
 
 # One folder for each wish, so that one that the machine fulfils stays out of its path.
 fetch() {
@@ -33,6 +33,10 @@ fetch() {
 fetch pydantic pydantic
 fetch hypothesis hypothesis
 fetch pytest-timeout --no-deps pytest-timeout
+# Both import what is there of CUDA and Triton.
+fetch torchao --no-deps torchao
+rm -f "$fresh"/torchao/torchao/_C_*.so # float8 training takes PyTorch's own kernels
+fetch liger --no-deps liger-kernel
 if [ -n "$PEER" ]; then
     # Comes as sources only; what it compiles, it compiles where it runs.
     wheels=$fresh/wheels

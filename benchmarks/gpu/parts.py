@@ -6,7 +6,8 @@
     python -m benchmarks.gpu --toy --device pretend               # the same parts at toy size, on a pretend accelerator
     python -m benchmarks.gpu --list
 
-One line per part. A part that fails, hangs or runs out of time does not stop the others. The output folder is written after each part
+One line per part. Parts that compare values run side by side, parts that measure time run alone. A part that fails, hangs or runs out of
+time does not stop the others. The output folder is written after each part
 (``benchmarks/gpu/results.py`` describes it). Parts that have ended are not run again (``--again`` does; parts that the budget cut short
 are), except parts that depend on the machine, on another machine. Nothing is fetched from the network: packages that this Python lacks
 are taken from ``.gpu-bundle``, if ``benchmarks/gpu/gpu_bundle.sh`` has made it.
@@ -24,14 +25,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common.processes import REPOSITORY, python_path
-from benchmarks.gpu.results import TABLE, TRACE, Results, now, said, tail_of
+from benchmarks.gpu.results import TABLE, TRACE, Results, append, now, said
 
 TAIL = 2000  # characters of output that the summary keeps
 LEAST = 60.0  # least remaining seconds to begin a part
@@ -55,11 +58,12 @@ class Part:
 
     Attributes:
         name: Name of the part and of its results.
-        command: Words; ``{scratch}`` is replaced by a folder of its own, for ``table.json`` and ``trace.json``.
+        command: Words; ``{scratch}``, here and in ``env``, is replaced by a folder of its own, for ``table.json`` and ``trace.json``.
         seconds: Time limit.
         env: Environment variables.
         needs_gpu: The part is meaningless on another device, where it runs only if it is named.
         of_machine: The part must run again on another machine.
+        alone: The part measures time; adjacent parts that do not run side by side.
     """
 
     name: str
@@ -68,6 +72,7 @@ class Part:
     env: dict[str, str] = field(default_factory=dict)
     needs_gpu: bool = False
     of_machine: bool = False
+    alone: bool = True
 
 
 # ------------------------------------------------------------------------------------------------ parts
@@ -79,28 +84,34 @@ def parts(device: str, toy: bool, gpus: int = 1) -> list[Part]:
     where = ["--device", device]
     peer = ["--peer-path", str(BUNDLE / VERSION / "peer")] if (BUNDLE / VERSION / "peer").is_dir() else []
     jobs = [python, "-m", "tests.support.gpu", *where]
-    steps = [python, "-m", "benchmarks.steps.step_time_gpu", *where, *small, "--limit", "90", *peer, *json_file]
+    steps = [python, "-m", "benchmarks.steps.step_time_gpu", *where, *small, "--limit", "90", *peer, *json_file, "--table"]
     offload = [python, "-m", "benchmarks.offload.offload_gpu", *where, *small, *json_file]
     ours = [*offload, "--limit", "400", "--contenders", "hf_zero", "--dtypes"]
-    peers = [*offload, "--limit", "180", *peer, "--contenders", "pytorch", "fsdp2", "deepspeed", "--dtypes", "bf16"]
+    peers = [*offload, "--limit", "180", *peer, "--contenders", "deepspeed", "fsdp2", "pytorch", "--dtypes", "bf16"]
     tests = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", *(f"tests/{name}" for name in (*GPU_TESTS, ELSEWHERE))]
-    several = Part("ranks", [*jobs, "--worlds", "2"], 560)
+    own = {"TMPDIR": "{scratch}"}  # a test that counts the files it leaves must not see another part's
+    several = Part("ranks", [*jobs, "--worlds", "2"], 560, own, alone=False)
+    # Its first run compiles the peer's optimizer, which would count in a measurement.
+    builds = [*offload, "--toy", "--limit", "200", *peer, "--contenders", "deepspeed", "--dtypes", "bf16"]
     return [
         Part("facts", [python, "-m", "benchmarks.gpu.facts", *where, *json_file], 90, of_machine=True),
         Part("kernels", [python, "packaging/native_library.py"], 120, of_machine=True),
-        Part("parity", [*jobs, "--worlds", "1", "--jobs", "parity"], 240),
-        *([replace(several, command=[*jobs, "--worlds", *(str(world) for world in (2, 4) if world <= gpus)])] if gpus > 1 else []),
-        Part("step-time", steps, 400),
+        Part("parity", [*jobs, "--worlds", "1", "--jobs", "parity"], 240, own, alone=False),
+        Part("compiled-values", [*jobs, "--worlds", "1", "--jobs", "compiled", "float8"], 240, own, alone=False),
+        *([Part("peer-builds", builds, 240, needs_gpu=True, alone=False)] if peer else []),
+        Part("jobs", [*jobs, "--worlds", "1", "--skip", "parity", "compiled", "float8"], 300, own, alone=False),
+        Part("tests", tests, 560, own, needs_gpu=True, alone=False),
+        Part("triton", [*jobs, "--worlds", "1", "--jobs", "parity"], 300, {**own, "HF_ZERO_TRITON": "1"}, needs_gpu=True, alone=False),
+        *([replace(several, command=[*jobs, "--worlds", *(str(world) for world in (2, 4) if world <= gpus)])] if gpus > 1 else [several]),
+        Part("compiled", [*steps, "compiled"], 560),
+        Part("lora", [*steps, "lora"], 400),
         Part("xl-bf16", [*ours, "bf16", "--trace", "{scratch}/" + TRACE], 450),
         Part("xl-peers", peers, 560),
-        Part("jobs", [*jobs, "--worlds", "1", "--skip", "parity"], 500),
+        Part("step-time", [*steps, "eager"], 400),
         Part("xl-fp16", [*ours, "fp16"], 450),
-        Part("tests", tests, 560, needs_gpu=True),
-        Part("triton", [*jobs, "--worlds", "1", "--jobs", "parity"], 300, {"HF_ZERO_TRITON": "1"}, needs_gpu=True),
         Part("xl-no-overlap", [*ours, "bf16", "--overlap", "none"], 450),
         Part("lightning", lightning(toy), 450, needs_gpu=True),
         Part("largest", [*ours, "bf16", "--largest", "--host-gib", "100", "--steps", "1"], 580, needs_gpu=True),
-        *([several] if gpus < 2 else []),
     ]
 
 
@@ -166,14 +177,13 @@ def environment() -> dict[str, str]:
 
 
 def run(part: Part, log: Path, env: Mapping[str, str], scratch: Path) -> dict[str, Any]:
-    """Run one part, end every process it has started, and return its result."""
+    """Run one part, end every process it has started, append its output to ``log``, and return its result."""
     words = [word.replace("{scratch}", str(scratch)) for word in part.command]
+    more = {name: value.replace("{scratch}", str(scratch)) for name, value in part.env.items()}
     start = time.monotonic()
-    with log.open("ab") as text:
-        text.write(f"\n=== {part.name}, {now()}: {' '.join(part.command)}\n".encode())
-        text.flush()
-        begin = text.tell()
-        options: dict[str, Any] = {"cwd": REPOSITORY, "env": {**env, **part.env}, "stdin": subprocess.DEVNULL, "start_new_session": True}
+    output = scratch / "output.txt"
+    with output.open("wb") as text:
+        options: dict[str, Any] = {"cwd": REPOSITORY, "env": {**env, **more}, "stdin": subprocess.DEVNULL, "start_new_session": True}
         process = subprocess.Popen(words, stdout=text, stderr=subprocess.STDOUT, **options)
         try:
             status: int | str = process.wait(part.seconds)
@@ -184,7 +194,7 @@ def run(part: Part, log: Path, env: Mapping[str, str], scratch: Path) -> dict[st
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     seconds = round(time.monotonic() - start, 1)
-    tail = tail_of(log, begin, TAIL)
+    tail = append(log, f"\n=== {part.name}, {now()}: {' '.join(part.command)}\n", output, TAIL)
     return {"status": status, "seconds": seconds, "limit": part.seconds, "when": now(), "command": " ".join(part.command), "tail": tail}
 
 
@@ -247,19 +257,57 @@ def main() -> int:
     chosen = choose(arguments, parts(arguments.device, arguments.toy, len(here["gpus"]) if arguments.device == "cuda" else 1))
     results = Results(arguments.out.resolve())
     print(f"{here['host']}, {here['gpus'] or 'no GPU'}, torch {here['torch']}, {here['python']}", flush=True)
-    for index, part in enumerate(chosen, 1):
-        left = arguments.budget_s - (time.monotonic() - start) if arguments.budget_s else float("inf")
-        print(f"[{index}/{len(chosen)}] {part.name}: ", end="", flush=True)
-        if part.needs_gpu and arguments.device != "cuda" and part.name not in arguments.only:
-            print("left out, needs a GPU", flush=True)
-        elif not due(part, results.parts.get(part.name), here, arguments.again):
-            print(f"{said(results.parts[part.name])} before", flush=True)
-        elif left < min(part.seconds, LEAST):
-            print("no time left", flush=True)
-        else:
-            with tempfile.TemporaryDirectory(prefix="hf_zero_gpu_") as scratch:
-                result = run(replace(part, seconds=int(min(part.seconds, left))), results.log, env, Path(scratch))
-                results.add(part.name, {**result, "machine": here}, Path(scratch))
-            reason = "" if result["status"] == 0 else f": {failure_line(result['tail'])}"
-            print(f"{said(result)} in {result['seconds']:g} s{reason}", flush=True)
+    runner = Runner(arguments, env, here, results, len(chosen), start)
+    for group in groups(chosen):
+        with ThreadPoolExecutor(len(group)) as pool:
+            list(pool.map(runner.take, group))
     return int(any(results.parts.get(part.name, {"status": 0})["status"] != 0 for part in chosen))
+
+
+def groups(chosen: list[Part]) -> list[list[Part]]:
+    """Return the parts in order: each that runs alone in a list of its own, adjacent others together."""
+    found: list[list[Part]] = []
+    for part in chosen:
+        if found and not part.alone and not found[-1][0].alone:
+            found[-1].append(part)
+        else:
+            found.append([part])
+    return found
+
+
+@dataclass
+class Runner:
+    """What every part needs to run: options, environment, facts of the machine, results so far, number of parts, start of the whole."""
+
+    arguments: argparse.Namespace
+    env: Mapping[str, str]
+    here: dict[str, Any]
+    results: Results
+    parts: int
+    start: float
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    ended: int = 0
+
+    def take(self, part: Part) -> None:
+        """Run a part if it is due and there is time, add its result, and print one line."""
+        text = self._outcome(part)
+        with self.lock:
+            self.ended += 1
+            print(f"[{self.ended}/{self.parts}] {part.name}: {text}", flush=True)
+
+    def _outcome(self, part: Part) -> str:
+        given, earlier = self.arguments, self.results.parts.get(part.name)
+        left = given.budget_s - (time.monotonic() - self.start) if given.budget_s else float("inf")
+        if part.needs_gpu and given.device != "cuda" and part.name not in given.only:
+            return "left out, needs a GPU"
+        if not due(part, earlier, self.here, given.again):
+            assert earlier is not None
+            return f"{said(earlier)} before"
+        if left < min(part.seconds, LEAST):
+            return "no time left"
+        with tempfile.TemporaryDirectory(prefix="hf_zero_gpu_") as scratch:
+            result = run(replace(part, seconds=int(min(part.seconds, left))), self.results.log, self.env, Path(scratch))
+            with self.lock:
+                self.results.add(part.name, {**result, "machine": self.here}, Path(scratch))
+        reason = "" if result["status"] == 0 else f": {failure_line(result['tail'])}"
+        return f"{said(result)} in {result['seconds']:g} s{reason}"

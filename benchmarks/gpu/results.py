@@ -90,12 +90,13 @@ def said(part: Mapping[str, Any]) -> str:
     return "passed" if status == 0 else status if isinstance(status, str) else f"failed ({status})"
 
 
-def tail_of(path: Path, start: int, characters: int) -> str:
-    """Return the last ``characters`` of a file's content after byte ``start``, which is shortened to ``LOG_BYTES`` in the file."""
-    _shorten(path, start, LOG_BYTES)
-    with path.open("rb") as file:
-        file.seek(start)
-        return file.read().decode(errors="replace")[-characters:]  # a progress bar may be cut in the middle of a character
+def append(log: Path, heading: str, output: Path, characters: int) -> str:
+    """Append a part's output, shortened to ``LOG_BYTES``, to the log; return its last ``characters``."""
+    _shorten(output, 0, LOG_BYTES)
+    text = output.read_bytes()
+    with log.open("ab") as file:
+        file.write(heading.encode() + text)
+    return text.decode(errors="replace")[-characters:]  # a progress bar may be cut in the middle of a character
 
 
 def _shorten(path: Path, start: int, most: int) -> None:

@@ -12,7 +12,20 @@ from tests.pretend import network
 from tests.support import ranks
 from tests.support.models import CASES, CLASSES, class_loss
 from tests.support.offload_runs import blocks_of, train_case, ways
-from tests.support.parity import LIMITS, Run, check_bitwise, check_case, difference, initialize, limits_of, train
+from tests.support.parity import (
+    LIMITS,
+    Masters,
+    Run,
+    Trace,
+    check,
+    check_bitwise,
+    check_case,
+    difference,
+    initialize,
+    limits_of,
+    reference,
+    train,
+)
 
 OFFLOADED = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}}
 
@@ -55,6 +68,56 @@ def offload(name: str, runs: list[Run], only: list[str], keys: dict[str, Any] | 
             if pretend.loaded():
                 assert _copies()[0] > late and _copies()[1] == pageable, f"{label}: copies that overlap nothing"
                 assert pretend.recorded() == recorded, f"{label}: memory that is reused when the host catches up, not before"
+
+
+def compiled(runs: list[Run], backend: str = "inductor") -> None:
+    """Compare an engine whose blocks are compiled with plain PyTorch whose blocks are compiled."""
+    case = CASES["llama"]
+    for run in runs:
+
+        def plain(follow: Masters | None = None, run: Run = run) -> Trace:
+            model: Any = case.build()
+            for block in model.model.layers:
+                block.compile(backend=backend)
+            return reference(model, case.rows, case.forward, run, ranks.world(), follow)
+
+        engine = initialize(case.build(), run)
+        engine.compile(backend=backend)
+        trace = train(engine, case.rows, case.forward, run)
+        engine.destroy()
+        if ranks.rank() == 0:
+            check(trace, plain, run, "compiled")
+
+
+def float8(runs: list[Run]) -> None:
+    """Compare an engine with plain PyTorch, both with torchao's float8 products: of the device, emulated elsewhere."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    case = CASES["llama"]
+    emulated = ranks.device().type != "cuda"
+
+    def rows(step: int, micro: int, rank: int) -> Any:  # the matrix units take sizes that 16 divides
+        tokens = case.rows(step, micro, rank, rows=2)["input_ids"].repeat(2, 8)[:, :16]
+        return {"input_ids": tokens, "labels": tokens}
+
+    def chosen(module: nn.Module, path: str) -> bool:
+        return "proj" in path and not any(size % 16 for size in getattr(module, "weight", torch.empty(0)).shape)
+
+    def build(gathers: bool) -> Any:
+        recipe = Float8LinearConfig(emulate=emulated, enable_fsdp_float8_all_gather=gathers)
+        return convert_to_float8_training(case.build(), config=recipe, module_filter_fn=chosen)
+
+    for run in runs:
+        for gathers in (False, True) if run.stage == 3 else (False,):
+
+            def plain(follow: Masters | None = None, run: Run = run) -> Trace:
+                return reference(build(False), rows, case.forward, run, ranks.world(), follow)
+
+            engine = initialize(build(gathers), run)
+            trace = train(engine, rows, case.forward, run)
+            engine.destroy()
+            if ranks.rank() == 0:
+                check(trace, plain, run, f"float8, gathers {gathers}")
 
 
 def offload_param_alone() -> None:

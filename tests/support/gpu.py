@@ -10,6 +10,7 @@ failures.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 import tempfile
 import time
@@ -36,6 +37,10 @@ def jobs(folder: str, world: int) -> Iterator[tuple[str, Callable[..., Any], tup
     for dtype in DTYPES:
         runs = [Run(stage=3, dtype=dtype), Run(stage=2, dtype=dtype, accumulation=2, clip=0.1)]
         yield f"offload {dtype}", device_jobs.offload, ("gpt2", runs, [])
+    stages = [Run(stage=stage, dtype="bf16", accumulation=2, clip=0.5) for stage in range(4)]
+    yield "compiled", device_jobs.compiled, ([*stages, Run(stage=3, dtype="fp32")],)
+    if importlib.util.find_spec("torchao"):
+        yield "float8", device_jobs.float8, (stages,)
     for name in ("offload_param_alone", "checkpointing", "cpu_checkpointing", "interface"):
         yield name, getattr(device_jobs, name), ()
     yield "save", device_jobs.save, (folder, IN_BACKGROUND)
