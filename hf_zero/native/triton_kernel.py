@@ -1,4 +1,4 @@
-"""The Triton source of Adam in ``host_updates.py``; importing it needs Triton."""
+"""The Triton sources of Adam in ``host_updates.py`` and of ``masters.py``; importing them needs Triton."""
 
 # No postponed annotations here: Triton reads `tl.constexpr` from them.
 import triton
@@ -30,3 +30,14 @@ def adam(  # type: ignore[no-untyped-def]
     tl.store(exp_avg_sq + at, v.to(exp_avg_sq.dtype.element_ty), mask=inside)
     if HAS_LOW:
         tl.store(low + at, p.to(low.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def take_changed(master, shard, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Copy to ``master`` the elements of ``shard`` that differ from the master's value in the shard's dtype; write no other."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    present = tl.load(master + at, mask=inside)
+    shown = tl.load(shard + at, mask=inside)
+    differs = present.to(shard.dtype.element_ty).to(tl.float32) != shown.to(tl.float32)
+    tl.store(master + at, shown.to(tl.float32), mask=inside & differs)

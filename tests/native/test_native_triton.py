@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_zero.native import triton_codes, triton_quantize
+from hf_zero.native import masters, triton_codes, triton_quantize
 from tests.support.processes import run_python
 
 needs_triton = pytest.mark.skipif(
@@ -51,6 +51,23 @@ for seed, dead in itertools.product(range(6), (False, True)):
 print("same")
 """
 
+MASTERS = """
+import torch
+from hf_zero.native import masters
+
+assert masters.agrees(torch.device("cpu"))
+for count in (0, 1, 5000):
+    torch.manual_seed(count)
+    master = torch.randn(count)
+    shard = master.half()
+    chosen = torch.rand(count) < 0.1
+    shard[chosen] = torch.randn(int(chosen.sum())).half()
+    found = master.clone()
+    masters._with_triton(found, shard)
+    assert torch.equal(found, torch.where(master.half() == shard, master, shard.float()))
+print("same")
+"""
+
 
 QUANTIZED = """
 import itertools, torch
@@ -75,6 +92,11 @@ def test_quantized_blocks_equal_plain_torch_bit_for_bit() -> None:
 
 
 @needs_triton
+def test_masters_take_what_changed_as_plain_torch_does() -> None:
+    assert run_python(MASTERS, env={"TRITON_INTERPRET": "1"}).split()[-1] == "same"
+
+
+@needs_triton
 def test_codes_equal_plain_torch_bit_for_bit() -> None:
     assert run_python(CODES, env={"TRITON_INTERPRET": "1"}).split()[-1] == "same"
 
@@ -89,7 +111,7 @@ def test_all_kernels_compile_for_gpus(tmp_path: Path) -> None:
 @pytest.mark.gpu
 def test_codes_serve_on_a_gpu() -> None:
     device = torch.device("cuda")
-    for functions in (triton_codes, triton_quantize):
+    for functions in (triton_codes, triton_quantize, masters):
         assert functions.serves(device) and functions.agrees(device)
 
 

@@ -61,6 +61,8 @@ def main() -> None:
     for target, moment, low, mode in itertools.product(TARGETS, ("*fp32", "*bf16"), (None, "*bf16", "*fp16"), (0, 1, 2)):
         types = {"grad": low or "*fp32", "exp_avg": moment, "exp_avg_sq": moment, "low": low or "*fp32"}
         build(triton_kernel.adam, {"DECAY_MODE": mode, "HAS_LOW": low is not None, "BLOCK": 1024}, target, types)
+    for target, kind in itertools.product(TARGETS, ("*bf16", "*fp16")):
+        build(triton_kernel.take_changed, {"BLOCK": 2048}, target, {"shard": kind})
     codes: list[tuple[Any, tuple[str, ...], tuple[str, ...]]] = [
         (triton_codes_kernel.compress, ("HAS_FRESH", "HAS_SENT", "HAS_ALIVE"), ("bits_stride", "scales_stride")),
         (triton_codes_kernel.decompress, ("HAS_ALIVE",), ("bits_stride", "scales_stride")),

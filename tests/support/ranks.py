@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import gc
+import importlib.util
 import io
 import logging
 import multiprocessing
@@ -160,8 +161,8 @@ def warm_up() -> None:
     """Start the server that imports the heavy packages, without waiting for it."""
     from multiprocessing import forkserver
 
-    _context()
-    forkserver.ensure_running()
+    if _context().get_start_method() == "forkserver":
+        forkserver.ensure_running()
 
 
 def close_pools() -> None:
@@ -292,6 +293,9 @@ atexit.register(close_pools)
 
 
 def _context() -> Any:
+    # torchao opens the GPU when it is imported, and no process can use a GPU that was open before its fork.
+    if os.path.exists("/dev/nvidiactl") and importlib.util.find_spec("torchao"):
+        return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))
     return context
@@ -316,6 +320,8 @@ def _use_one_thread() -> None:
 
 def _serve(pipe: connection.Connection, rank: int, world_size: int, folder: str) -> None:
     """Serve jobs as a rank: wait for a job, run it, answer; end when the parent closes the pipe."""
+    for name in PRELOAD:
+        importlib.import_module(name)
     import torch
 
     _use_one_thread()

@@ -12,6 +12,7 @@ from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.comm.quantized import message_of, values_of
 from hf_zero.core.units.layout import UnitState
 from hf_zero.errors import StateError
+from hf_zero.native.masters import take_changed
 from hf_zero.system.planning import has_values
 
 
@@ -175,11 +176,10 @@ class OwnPart:
         if self.master is None or self.master is self.shard:
             return
         shard, master = self.shard.to(self.master.device), self.master
-        as_shown = master.to(shard.dtype)
         # On a host the comparison is cheap; on a device the host would have to wait for its result.
-        if shard.device.type == "cpu" and has_values(shard) and same_bits(as_shown, shard):
+        if shard.device.type == "cpu" and has_values(shard) and same_bits(master.to(shard.dtype), shard):
             return
-        torch.where(as_shown == shard, master, shard, out=master)
+        take_changed(master, shard)
 
 
 _memcmp = ctypes.CDLL(None).memcmp
