@@ -68,6 +68,33 @@ def _model_alone_still_trains() -> None:
         assert gradient is not None and bool(gradient.abs().sum() > 0)
 
 
+def _tensors_of_graphs() -> int:
+    gc.collect()
+    return sum(isinstance(found, torch.Tensor) and found.grad_fn is not None for found in gc.get_objects())
+
+
+def _graphs_are_freed() -> None:
+    """Drop the outputs of a forward, with the keys and values of all layers or without; with a backward or without."""
+    case = CASES["gpt2"]
+    for stage in (0, 3):
+        for caches in (False, True):
+            model: Any = case.build()
+            model.config.use_cache = caches
+            engine = initialize(model, Run(stage))
+            for trains in (True, False, True):
+                loss = engine(**case.rows(0, 0, ranks.rank())).loss
+                if trains:
+                    engine.backward(loss)
+                    engine.step()
+                del loss
+                assert not _tensors_of_graphs(), f"stage {stage}, caches {caches}, trains {trains}"
+            engine.destroy()
+
+
+def test_a_graph_is_freed_with_the_outputs_of_its_forward() -> None:
+    ranks.run_ranks(_graphs_are_freed, 2)
+
+
 def test_a_dropped_engine_is_collected_without_destroy() -> None:
     ranks.run_ranks(_is_collected, 2)
 

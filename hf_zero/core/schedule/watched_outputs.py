@@ -43,14 +43,14 @@ class WatchedForward:
 
     Attributes:
         block: Block of the forward; None when the model no longer exists, [Note: hooks of autograd hold nothing].
-        below: The forward watched before; its node is lower in the graph, so there is no reference cycle.
+        below: The forward watched before; None if there is none, or if the outputs above its node were freed (``_KeepsBelow``).
         is_last: Whether the forward made no node after those of the outputs.
         backward: Number of the last backward that it announced (with retain_graph there are several); set by the caller.
     """
 
     def __init__(self, block: Block, below: _Forward | None, is_last: bool, fired: Callable[[WatchedForward], None]) -> None:
         self._block = ref(block)
-        self.below = below
+        self._below = None if below is None else ref(below)
         self.is_last = is_last
         self.backward = 0
         self._fired = WeakMethod(fired)
@@ -60,10 +60,30 @@ class WatchedForward:
         """Return the block of the forward; None when the model no longer exists."""
         return self._block()
 
-    def __call__(self, _grad: torch.Tensor) -> None:
+    @property
+    def below(self) -> _Forward | None:
+        """Return the forward watched before."""
+        return None if self._below is None else self._below()
+
+    def __call__(self, grad: torch.Tensor) -> None:
         fired = self._fired()
         if fired is not None and self.block is not None:
             fired(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class _KeepsBelow:
+    """The hook of the outputs whose nodes are above the node of the forward watched before: they alone keep it.
+
+    A forward may also return tensors from below that node, as a model returns the keys and values of all its layers. A hook on one of them
+    that referred to the node would close a cycle through autograd's graph, which Python's garbage collector cannot see.
+    """
+
+    watched: WatchedForward
+    below: _Forward
+
+    def __call__(self, grad: torch.Tensor) -> None:
+        self.watched(grad)
 
 
 class WatchedOutputs:
@@ -84,7 +104,7 @@ class WatchedOutputs:
     - The forward has recorded operations and returned no tensor that can be found (an object with slots of its own, a closure). The time of
       its backward is unknown, so the block is *silent*: tensors that autograd saved keep their memory until backward is over.
 
-    Only hooks above a node refer to it, so a graph is freed together with its outputs.
+    Only hooks above a node refer to it (``_KeepsBelow``), so a graph is freed together with its outputs.
 
     Args:
         root: Block of the modules that belong to no other block.
@@ -130,12 +150,14 @@ class WatchedOutputs:
         is_last = number_of(newest.grad_fn) == next_node() - 1
         watched = WatchedForward(block, below, is_last, fired)
         hook = outside_compile(watched)
+        above = hook if below is None else outside_compile(_KeepsBelow(watched, below))
         for tensor in tensors:
-            tensor.register_hook(hook)
+            lower = below is not None and number_of(tensor.grad_fn) <= number_of(below.node)
+            tensor.register_hook(hook if lower else above)
         block.watched()
         self._hooks.add(watched)
         if block is not self._root and self._root.open:
-            self._last, self._last_output, self._last_hook = _Forward(ref(block), newest.grad_fn, is_last), ref(newest), hook
+            self._last, self._last_output, self._last_hook = _Forward(ref(block), newest.grad_fn, is_last), ref(newest), above
 
     def follow(self) -> None:
         """Move the hook to the new node of the last block's output, if the caller has changed the output in place."""
