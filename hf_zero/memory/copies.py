@@ -98,3 +98,24 @@ class CopyLane:
         if keep is not None:
             self._leaving.append(mark)
         return mark
+
+
+class Arriving:
+    """A value on its way from the device to the host: reading it waits for the work before this point, not for later work.
+
+    Args:
+        value: 0-dim tensor on the training device or on the host.
+    """
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._value, self._event = value, None
+        if value.device.type != "cpu":
+            self._value = torch.empty((), dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+            self._event = torch.get_device_module(value.device).Event()
+            self._event.record()
+
+    def read(self) -> Any:
+        """Return the value as a Python number."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._value.item()

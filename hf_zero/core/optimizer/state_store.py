@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -70,6 +72,26 @@ class StateStore:
             self.move_to_huge_pages()
         for unit in trained_of(self.units):
             updated(unit)
+
+    def can_skip(self) -> bool:
+        """Return whether ``skipped_unless`` serves the inner optimizer: torch's fused Adam or AdamW, here all in one step without hooks."""
+        inner = self.inner
+        hooks = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
+        fused = type(inner) in (torch.optim.Adam, torch.optim.AdamW) and all(group["fused"] for group in inner.param_groups)
+        return type(self) is StateStore and fused and bool(inner.state) and not hooks and not self._pays_in_turn()
+
+    @contextmanager
+    def skipped_unless(self, finite: torch.Tensor | None) -> Iterator[None]:
+        """Let updates inside the ``with`` leave masters and states as they are if ``finite``, 0-dim on their device, is false."""
+        if finite is None:
+            yield
+            return
+        inner: Any = self.inner
+        inner.grad_scale, inner.found_inf = None, finite.logical_not().float()  # torch.amp.GradScaler's interface
+        try:
+            yield
+        finally:
+            del inner.grad_scale, inner.found_inf
 
     def _update_at_once(self, by_unit: Mapping[int, torch.Tensor], factor: torch.Tensor) -> None:
         """Step the inner optimizer itself once; or over several runs of segments if gradients need a copy in the masters' dtype."""

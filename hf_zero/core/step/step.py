@@ -25,6 +25,7 @@ from hf_zero.core.step.written import WrittenValues, have_written, note_added, r
 from hf_zero.core.units.unit import trained_of
 from hf_zero.core.units.values import adopt_writes, agree_on_scales, all_gather_updated
 from hf_zero.errors import StateError, UnsupportedError
+from hf_zero.memory.copies import Arriving
 from hf_zero.observe import log_rank0, span
 from hf_zero.system import signals
 
@@ -35,6 +36,7 @@ _ADDED = 3  # a backward has added to a gradient that a script had written
 _REFUSED = 4  # a script has written values to a parameter that cannot accept them
 _STEPS = same_call("step()")
 _ANSWERS = 3  # numbers in the message of a vote
+_READ_AT_ONCE = ("cpu",)  # types of devices whose values the host reads without a wait
 
 
 @dataclass(frozen=True)
@@ -361,26 +363,25 @@ class Stepper:
                 scaled_norm = self._measured.norm
             self._measured = None
         clipped, self._clips_by, self._clipped = self._clipped, None, None
-        overflow = self.settings.skips_overflow and not bool(torch.isfinite(scaled_norm))
+        finite = torch.isfinite(scaled_norm) if self.settings.skips_overflow else None
+        late = finite is not None and watch is None and self._can_skip_late(shards, finite)
+        overflow = finite is not None and not late and not bool(finite)
         norm = torch.full_like(scaled_norm, math.inf) if overflow else scaled_norm / self.scaler.scale
-        culprit = ""
         keeps = self.keeps and self.reducer.exchange.reduces and self.everyone is self.collectives.data
         skipped, counts = overflow, [shard._version for shard in shards] if keeps else []
         factor: torch.Tensor | None = None
-        if overflow:
-            culprit = self.culprit_of(shards)
-        elif watch is not None and watch.skips(norm, loss, self.everyone.world):
+        if watch is not None and not overflow and watch.skips(norm, loss, self.everyone.world):
             skipped = True
-        else:
+        elif not overflow:
             self.optimizer.begin_step()
-            with span("clip"):
-                factor = clip_factor(norm, 0.0 if clipped is not None else self.settings.max_norm) / self.scaler.scale
-                norm = norm if clipped is None else clipped
-            with span("update"):
-                self._prepare_update()
-                spreads: list[Pending | None] = []
-                self.optimizer.update(shards, factor, lambda unit: spreads.append(all_gather_updated(unit)))
-            self._spread(spreads)
+            known = Arriving(finite) if late else None
+            factor = self._update(shards, norm, 0.0 if clipped is not None else self.settings.max_norm, finite if late else None)
+            if known is not None and not known.read():  # the device has the update to do while the host waits
+                overflow = skipped = True
+                norm = torch.full_like(scaled_norm, math.inf)
+            elif clipped is not None:
+                norm = clipped
+        culprit = self.culprit_of(shards) if overflow else ""
         self.optimizer.overflow, self.optimizer.norm = skipped, norm
         if not skipped:
             self.optimizer.end_step()
@@ -395,6 +396,42 @@ class Stepper:
         self.scaler.update(overflow)
         self.reducer.exchange.stepped(skipped, self.scaler.scale / scale)
         return StepResult(norm, skipped, culprit, agreed.signal, groups)
+
+    def _can_skip_late(self, shards: Sequence[torch.Tensor], finite: torch.Tensor) -> bool:
+        """Return whether the update itself can find out on the device that the gradients are not ``finite``.
+
+        [Note: skipping on the device] Such a step is skipped. If the host had to know this before it launches the update, the device would be
+        idle from the norm to the launch. torch's fused Adam takes a flag by which the kernel leaves everything as it is, so the host reads
+        the norm when the update is launched. Hooks before a step run only if the update is certain, so with hooks the host waits.
+        """
+        return (
+            finite.device.type not in _READ_AT_ONCE
+            and type(self) is Stepper
+            and all(shard.device == finite.device and shard.dtype == torch.float32 for shard in shards)
+            and not self.optimizer._optimizer_step_pre_hooks
+            and self.optimizer.state_store.can_skip()
+        )
+
+    def _update(self, shards: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float, finite: torch.Tensor | None) -> torch.Tensor:
+        """Clip, update and spread; return the factor of the gradients, 0-dim; collective.
+
+        Args:
+            shards: The reduced gradients.
+            norm: Their norm without loss scale.
+            max_norm: Norm to clip to; 0 does not clip.
+            finite: Flag by which the device skips the update, see [Note: skipping on the device]; None always updates.
+        """
+        with span("clip"):
+            factor = clip_factor(norm, max_norm) / self.scaler.scale
+            if finite is not None and factor.device == finite.device:  # gradients of a step that is skipped are not clipped
+                factor = torch.where(finite, factor, 1.0 / self.scaler.scale)
+        with span("update"):
+            self._prepare_update()
+            spreads: list[Pending | None] = []
+            with self.optimizer.state_store.skipped_unless(finite):
+                self.optimizer.update(shards, factor, lambda unit: spreads.append(all_gather_updated(unit)))
+        self._spread(spreads)
+        return factor
 
     def _prepare_update(self) -> None:
         """Reshard what is unsharded, because masters are about to change."""
