@@ -83,8 +83,8 @@ def _in_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def built(job: Job, place: Any) -> nn.Module:
-    """Return the job's model in train mode, built inside the context ``place``, a device or ``zero.Init``.
+def built(job: Job, place: torch.device) -> nn.Module:
+    """Return the job's model in train mode, built on the device ``place``.
 
     A frozen base is built in 16 bit, because all contenders keep it so.
     """
@@ -175,8 +175,10 @@ def hf_zero(job: Job) -> Step:
 
     config = {**_config(job), "hf_zero": {"offload_overlap": job.overlap}}
     sharded = job.stage == 3 and not job.float8
-    place = hf_zero.zero.Init(config_dict_or_path=config) if sharded else torch.device(job.device)
-    engine = _engine(hf_zero, job, built(job, place), config)
+    # Without the device, zero.Init draws the values where plain PyTorch would, on the host, which takes minutes for billions of parameters.
+    with hf_zero.zero.Init(config_dict_or_path=config) if sharded else contextlib.nullcontext():
+        model = built(job, torch.device("cpu" if job.offload else job.device))
+    engine = _engine(hf_zero, job, model, config)
     if job.compiled:
         engine.compile(backend=job.backend)
     return _engine_step(engine)

@@ -48,7 +48,7 @@ class Started:
         self._files: list[IO[bytes]] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         for rank in range(job.get("world", 1)):
-            out, err = (tempfile.TemporaryFile("w+b", prefix=f"rank{rank}_") for _ in range(2))
+            out, err = (tempfile.TemporaryFile("w+b", prefix=f"rank{rank}_") for _ in range(2))  # noqa: SIM115 - closed by finish
             self._files += [out, err]
             env = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             self._processes.append(subprocess.Popen(words, env=env, stdin=subprocess.PIPE, stdout=out, stderr=err))

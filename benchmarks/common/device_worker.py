@@ -147,7 +147,12 @@ def load(job: Job) -> None:
     names = ("GPT2LMHeadModel", "LlamaForCausalLM")
     for name in names:
         getattr(transformers, name)
-    more = {"peft": job.lora, "torchao.float8": job.float8, "liger_kernel.transformers": job.liger, "torch._inductor.compile_fx": job.compiled}
+    more = {
+        "peft": job.lora,
+        "torchao.float8": job.float8,
+        "liger_kernel.transformers": job.liger,
+        "torch._inductor.compile_fx": job.compiled,
+    }
     for package in (PACKAGES.get(job.contender), *(name for name, wanted in more.items() if wanted)):
         if package:
             importlib.import_module(package)

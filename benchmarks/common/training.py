@@ -15,8 +15,8 @@ Step = Callable[[dict[str, Tensor]], float]
 def build_model(shape: str, size: dict[str, int]) -> nn.Module:
     """Return GPT-2 or Llama with random weights, the same on every rank and in every contender.
 
-    ``size`` has layers, width, heads, vocab and length; for Llama inner (width of the feed-forward layers) and kv_heads, if they are not 8/3
-    of the width and half of the heads.
+    ``size`` has layers, width, heads, vocab and length; for Llama also inner, the width of the feed-forward layers, if it is not 8/3 of the
+    width, and kv_heads, if they are not half of the heads.
     """
     torch.manual_seed(0)
     if shape == "gpt2":

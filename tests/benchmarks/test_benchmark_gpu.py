@@ -33,11 +33,27 @@ def part_of(name: str, code: str, seconds: int = 60, **more: Any) -> gpu.Part:
 # -- what is run, and when again -------------------------------------------------------------------------------------------
 
 
-def test_the_first_parts_tell_most_and_shared_gpus_come_last() -> None:
-    names = [part.name for part in gpu.parts("cuda", toy=False)]
-    assert names[:6] == ["facts", "kernels", "parity", "step-time", "xl-bf16", "xl-peers"] and names[-1] == "ranks"
-    several = gpu.parts("cuda", toy=False, gpus=4)
-    assert [part.name for part in several][3] == "ranks" and several[3].command[-2:] == ["2", "4"]
+def test_what_compares_values_comes_first_and_side_by_side() -> None:
+    listed = gpu.parts("cuda", toy=False)
+    together = next(group for group in gpu.groups(listed) if len(group) > 1)
+    assert [part.name for part in listed][:3] == ["facts", "kernels", "parity"]
+    assert {"parity", "compiled-values", "jobs", "tests", "triton", "ranks"} <= {part.name for part in together}
+    after = [part.name for part in listed[listed.index(together[-1]) + 1 :]]
+    assert after[:3] == ["compiled", "lora", "xl-bf16"]
+    assert all(len(group) == 1 for group in gpu.groups(listed[listed.index(together[-1]) + 1 :]))
+    several = next(part for part in gpu.parts("cuda", toy=False, gpus=4) if part.name == "ranks")
+    assert several.command[-2:] == ["2", "4"]
+
+
+def test_parts_that_compare_values_run_at_the_same_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    meets = "import pathlib, sys, time\nhere = pathlib.Path({folder!r})\n(here / sys.argv[1]).touch()\n"
+    meets += "while len(list(here.iterdir())) < 2: time.sleep(0.05)"
+    folder = tmp_path / "met"
+    folder.mkdir()
+    code = meets.format(folder=str(folder))
+    chosen = [gpu.Part(name, [sys.executable, "-c", code, name], 60, alone=False) for name in ("one", "two")]
+    assert _run_parts(monkeypatch, tmp_path / "out", chosen) == 0
+    assert set(json.loads((tmp_path / "out" / "summary.json").read_text())["parts"]) == {"one", "two"}
 
 
 @pytest.mark.parametrize(
@@ -151,7 +167,8 @@ def test_only_what_is_missing_is_taken_from_the_bundle(bundle: Path, monkeypatch
     monkeypatch.setenv("PYTHONPATH", "/given/by/the/caller")
     path = gpu.environment()["PYTHONPATH"].split(os.pathsep)
     assert path == [str(REPO), str(bundle / "hf_zero_carried"), "/given/by/the/caller"]
-    assert str(bundle / "peer") in gpu.parts("cuda", toy=False)[3].command
+    given = {part.name for part in gpu.parts("cuda", toy=False) if str(bundle / "peer") in part.command}
+    assert given == {"peer-builds", "compiled", "lora", "xl-peers", "step-time"}
 
 
 def test_what_nobody_has_is_named(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +253,7 @@ def test_no_part_needs_a_package_that_the_machine_lacks() -> None:
             elif top not in sys.stdlib_module_names and top not in THERE:
                 foreign[top] = module
     assert {"tests.support.deep_skips", "tests.support.recomputation", "tests.support.background_saves"} <= seen
-    assert set(foreign) <= {"matplotlib"}  # draws on request
+    assert set(foreign) <= {"matplotlib", "torchao", "liger_kernel"}  # on request, the last two in the bundle
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------------
@@ -270,14 +287,42 @@ def test_flops_are_those_of_the_matrix_products(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_row_of_step_times() -> None:
-    answer = {"seconds": 0.5, "gpu": 3 * 2**30, "loss": 10.0}
+    answer = {"seconds": 0.5, "first": 2.0, "gpu": 3 * 2**30, "loss": 10.0}
     row = step_time_gpu.row_of("hf_zero-3", answer, base=0.4, work=2e14, tokens=8192, world=2, peak=1e15)
-    assert row == ["hf_zero-3", "0.5000", "1.250", "32768", "40.0 %", "3.00", "10.0000"]
+    assert row == ["hf_zero-3", "0.5000", "1.250", "32768", "40.0 %", "3.00", "2.0", "10.0000"]
     assert step_time_gpu.row_of("DDP", answer, 0.0, 2e14, 8192, 1, 0.0)[2:5] == ["", "16384", ""]
 
 
+def test_a_contender_trains_only_when_it_is_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = tmp_path / "worker.py"
+    worker.write_text(
+        "import json, pathlib, sys\n"
+        "job = json.loads(sys.argv[1])\n"
+        "pathlib.Path(job['folder'], job['contender'] + ' is ready').touch()\n"
+        "sys.stdin.readline()\n"
+        "pathlib.Path(job['folder'], job['contender'] + ' trains').touch()\n"
+        "print(json.dumps({'others': sorted(path.name for path in pathlib.Path(job['folder']).iterdir())}))\n"
+    )
+    monkeypatch.setattr(device_processes, "WORKER", worker)
+    folder = tmp_path / "met"
+    folder.mkdir()
+    jobs = [({"contender": name, "device": "cpu", "folder": str(folder), "limit": 60}, sys.executable) for name in ("one", "two")]
+    one, two = (outcome.answer["others"] for outcome in device_processes.run_all(jobs))
+    assert "two trains" not in one and {"one trains", "two trains"} <= set(two)
+
+
+def test_a_row_that_the_table_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["step_time_gpu", "--table", "lora", "--contenders", "FSDP2"])
+    with pytest.raises(SystemExit):
+        step_time_gpu.parse()
+    assert "table lora has no row FSDP2; it has DDP; hf_zero-3" in capsys.readouterr().err
+
+
 @pytest.mark.slow
-def test_contenders_train_alike_at_toy_size(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("table", "contenders"), [("eager", ("DDP", "hf_zero-3", "FSDP2")), ("lora", ("DDP", "hf_zero-3", "hf_zero-3, compiled"))]
+)
+def test_contenders_train_alike_at_toy_size(tmp_path: Path, table: str, contenders: tuple[str, ...]) -> None:
     result = tmp_path / "result.json"
     command = [
         sys.executable,
@@ -293,10 +338,11 @@ def test_contenders_train_alike_at_toy_size(tmp_path: Path) -> None:
         "--warmup",
         "1",
     ]
-    command += ["--contenders", "DDP", "hf_zero-3", "FSDP2", "--json", str(result)]
+    command += ["--table", table, "--backend", "aot_eager", "--contenders", *contenders, "--json", str(result)]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-2000:]
     rows = json.loads(result.read_text())["rows"]
-    assert [row[0] for row in rows] == ["DDP", "hf_zero-3", "FSDP2"] and rows[0][2] == "1.000"
+    assert [row[0] for row in rows] == list(contenders) and rows[0][2] == "1.000"
+    assert all(float(row[-1]) == pytest.approx(float(rows[0][-1]), abs=1e-2) for row in rows)
     losses = [float(row[-1]) for row in rows]
     assert max(losses) - min(losses) < 0.02 * losses[0]

@@ -364,8 +364,8 @@ class Stepper:
             self._measured = None
         clipped, self._clips_by, self._clipped = self._clipped, None, None
         finite = torch.isfinite(scaled_norm) if self.settings.skips_overflow else None
-        late = finite is not None and watch is None and self._can_skip_late(shards, finite)
-        overflow = finite is not None and not late and not bool(finite)
+        flag = finite if finite is not None and watch is None and self._can_skip_late(shards, finite) else None
+        overflow = finite is not None and flag is None and not bool(finite)
         norm = torch.full_like(scaled_norm, math.inf) if overflow else scaled_norm / self.scaler.scale
         keeps = self.keeps and self.reducer.exchange.reduces and self.everyone is self.collectives.data
         skipped, counts = overflow, [shard._version for shard in shards] if keeps else []
@@ -374,8 +374,8 @@ class Stepper:
             skipped = True
         elif not overflow:
             self.optimizer.begin_step()
-            known = Arriving(finite) if late else None
-            factor = self._update(shards, norm, 0.0 if clipped is not None else self.settings.max_norm, finite if late else None)
+            known = None if flag is None else Arriving(flag)
+            factor = self._update(shards, norm, 0.0 if clipped is not None else self.settings.max_norm, flag)
             if known is not None and not known.read():  # the device has the update to do while the host waits
                 overflow = skipped = True
                 norm = torch.full_like(scaled_norm, math.inf)
@@ -400,9 +400,9 @@ class Stepper:
     def _can_skip_late(self, shards: Sequence[torch.Tensor], finite: torch.Tensor) -> bool:
         """Return whether the update itself can find out on the device that the gradients are not ``finite``.
 
-        [Note: skipping on the device] Such a step is skipped. If the host had to know this before it launches the update, the device would be
-        idle from the norm to the launch. torch's fused Adam takes a flag by which the kernel leaves everything as it is, so the host reads
-        the norm when the update is launched. Hooks before a step run only if the update is certain, so with hooks the host waits.
+        [Note: skipping on the device] Such a step is skipped. If the host had to know this before it launches the update, the device would
+        be idle from the norm to the launch. torch's fused Adam takes a flag by which its kernel changes nothing, so the host launches the
+        update and then reads whether the norm was finite. Hooks before a step run only if the update is certain: with hooks the host waits.
         """
         return (
             finite.device.type not in _READ_AT_ONCE
