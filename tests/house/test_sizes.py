@@ -16,7 +16,6 @@ MODULE_LINES = 60  # fewer are a closet where one other module uses them
 APART = {
     "hf_zero.integrations.expert_saves": "every program that saves with accelerate imports it",
     "hf_zero.integrations.packed_loads": "imported late: every program that loads a model imports its neighbour",
-    "hf_zero.native.triton_kernel": "importing it needs Triton",
     "hf_zero.profiling.trace_command": "the command line starts without torch",
 }
 ALIAS = "hf_zero.deepspeed."  # a file for each module of DeepSpeed that the alias serves by name

@@ -14,10 +14,11 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.core.units.derived import Derived
 from hf_zero.core.units.layout import UnitLayout, UnitState
 from hf_zero.core.units.listener import ParamListener
-from hf_zero.core.units.shard import ON_DEVICE, OwnPart, ShardStorage, same_bits
+from hf_zero.core.units.shard import ON_DEVICE, OwnPart, ShardStorage
 from hf_zero.core.units.sharded_parameter import point
 from hf_zero.core.units.whole_buffer import WholeBuffer, ordinary_tensors
 from hf_zero.errors import StateError
+from hf_zero.native.masters import same_bits
 
 
 class Divided(Protocol):

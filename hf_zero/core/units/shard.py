@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -12,7 +11,7 @@ from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.comm.quantized import message_of, values_of
 from hf_zero.core.units.layout import UnitState
 from hf_zero.errors import StateError
-from hf_zero.native.masters import take_changed
+from hf_zero.native.masters import same_bits, take_changed
 from hf_zero.system.planning import has_values
 
 
@@ -180,20 +179,6 @@ class OwnPart:
         if shard.device.type == "cpu" and has_values(shard) and same_bits(master.to(shard.dtype), shard):
             return
         take_changed(master, shard)
-
-
-_memcmp = ctypes.CDLL(None).memcmp
-_memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two contiguous tensors of one dtype, shape and device have the same bits; on a device the host waits for the result.
-
-    On a host this takes as long as reading both tensors: a fifth of the time of ``torch.equal`` on their bytes.
-    """
-    if one.device.type != "cpu":
-        return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-    return not one.numel() or _memcmp(one.data_ptr(), other.data_ptr(), one.nbytes) == 0
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

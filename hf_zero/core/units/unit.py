@@ -21,11 +21,12 @@ from hf_zero.core.units.layout import FROZEN, UnitLayout, UnitState
 from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.marks import is_wrapped
 from hf_zero.core.units.noted_writes import NotedWrites
-from hf_zero.core.units.shard import ON_DEVICE, OwnPart, SecondaryCopy, ShardStorage, require_memory, same_bits
+from hf_zero.core.units.shard import ON_DEVICE, OwnPart, SecondaryCopy, ShardStorage, require_memory
 from hf_zero.core.units.sharded_parameter import OWNER
 from hf_zero.core.units.whole_buffer import WholeBuffer
 from hf_zero.errors import StateError
 from hf_zero.memory import host_memory
+from hf_zero.native.masters import same_bits
 from hf_zero.system.planning import has_values
 
 
