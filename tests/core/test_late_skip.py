@@ -15,7 +15,7 @@ from tests.support.parity import Run
 NOT_FINITE = (0, 3)  # steps; until the first update there is no state, and the host waits
 
 
-def _train(run: Run, late: bool, clip_inside: bool) -> tuple[list[Any], list[torch.Tensor], int]:
+def _train(run: Run, late: bool, clip_inside: bool, one_waits: bool = False) -> tuple[list[Any], list[torch.Tensor], int]:
     """Return for each step what scripts read, the masters and steps of all states, and the number of updates that the device might skip."""
     import hf_zero
     from hf_zero.core.optimizer.state_store import StateStore
@@ -27,6 +27,8 @@ def _train(run: Run, late: bool, clip_inside: bool) -> tuple[list[Any], list[tor
     config = {**run.config(), "zero_allow_untested_optimizer": True}
     config.pop("optimizer", None)
     engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+    if one_waits and ranks.rank() == 0:
+        optimizer.register_step_post_hook(lambda *_: None)
     seen, flags = [], []
     skipped_unless = StateStore.skipped_unless
 
@@ -58,6 +60,20 @@ def _same_steps(dtype: str, clip_inside: bool) -> None:
             assert found[2] == 4 and not expected[2], f"{label}: {found[2]} updates may be skipped by the device"
             assert str(found[0]) == str(expected[0]) and found[0][-1][1] == len(NOT_FINITE), f"{label}: {found[0]}, {expected[0]}"
             assert all(torch.equal(one, other) for one, other in zip(found[1], expected[1], strict=True)), label
+
+
+def _one_rank_waits() -> None:
+    for stage in (0, 3):
+        run = Run(stage, dtype="bf16", clip=0.1)
+        expected, found = (_train(run, late, False, one_waits=True) for late in (False, True))
+        assert found[2] == 4 * (ranks.rank() != 0), found[2]
+        assert str(found[0]) == str(expected[0]) and found[0][-1][1] == len(NOT_FINITE)
+        assert all(torch.equal(one, other) for one, other in zip(found[1], expected[1], strict=True)), stage
+
+
+def test_ranks_need_not_wait_alike() -> None:
+    """A hook on one rank alone lets this rank wait for the norm: in a step that is skipped, neither rank sends weights."""
+    ranks.run_ranks(_one_rank_waits, 2)
 
 
 @pytest.mark.parametrize(("dtype", "clip_inside"), [("bf16", False), ("fp16", False), ("bf16", True)])

@@ -22,7 +22,7 @@ from hf_zero.core.step.precision import LossScaler
 from hf_zero.core.step.spikes import StepWatch
 from hf_zero.core.step.trained_set import TrainedUnits
 from hf_zero.core.step.written import WrittenValues, have_written, note_added, refuse_added, take_written
-from hf_zero.core.units.unit import trained_of
+from hf_zero.core.units.unit import Unit, trained_of
 from hf_zero.core.units.values import adopt_writes, agree_on_scales, all_gather_updated
 from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.memory.copies import Arriving
@@ -279,10 +279,12 @@ class Stepper:
         self._measured = None
         if type(self) is Stepper and self.groups is None and self.settings.stage.optimizer_sharded:
             shards = self.reduced()
-            touched = float(bool(self.reducer.added_to) or have_written(self.reducer) or self.trained.waits())
-            anywhere = torch.tensor([touched], dtype=torch.float64, device=self.collectives.topology.device)
+            touched = bool(self.reducer.added_to) or have_written(self.reducer) or self.trained.waits()
+            anywhere: torch.Tensor | None = None
+            if self.everyone.world > 1:  # one rank need not wait for the device
+                anywhere = torch.tensor([float(touched)], dtype=torch.float64, device=self.collectives.topology.device)
             norm = self.norm_of(shards, anywhere)
-            if not anywhere.item():
+            if not (touched if anywhere is None else anywhere.item()):
                 self._measured = Measured(norm, shards, self.runtime.micro_steps)
                 return norm / self.scaler.scale
         self._settle()
@@ -374,13 +376,9 @@ class Stepper:
             skipped = True
         elif not overflow:
             self.optimizer.begin_step()
-            known = None if flag is None else Arriving(flag)
-            factor = self._update(shards, norm, 0.0 if clipped is not None else self.settings.max_norm, flag)
-            if known is not None and not known.read():  # the device has the update to do while the host waits
-                overflow = skipped = True
-                norm = torch.full_like(scaled_norm, math.inf)
-            elif clipped is not None:
-                norm = clipped
+            factor, taken = self._update(shards, norm, 0.0 if clipped is not None else self.settings.max_norm, flag)
+            overflow = skipped = not taken
+            norm = torch.full_like(norm, math.inf) if overflow else norm if clipped is None else clipped
         culprit = self.culprit_of(shards) if overflow else ""
         self.optimizer.overflow, self.optimizer.norm = skipped, norm
         if not skipped:
@@ -412,26 +410,39 @@ class Stepper:
             and self.optimizer.state_store.can_skip()
         )
 
-    def _update(self, shards: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float, finite: torch.Tensor | None) -> torch.Tensor:
-        """Clip, update and spread; return the factor of the gradients, 0-dim; collective.
+    def _update(
+        self, shards: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float, flag: torch.Tensor | None
+    ) -> tuple[torch.Tensor, bool]:
+        """Clip, update and spread; collective.
 
         Args:
             shards: The reduced gradients.
             norm: Their norm without loss scale.
             max_norm: Norm to clip to; 0 does not clip.
-            finite: Flag by which the device skips the update, see [Note: skipping on the device]; None always updates.
+            flag: Whether the norm is finite, 0-dim, if the device decides on it, see [Note: skipping on the device]; None always updates.
+
+        Returns:
+            The factor of the gradients, 0-dim, and whether the update was taken, the same on every rank.
         """
         with span("clip"):
             factor = clip_factor(norm, max_norm) / self.scaler.scale
-            if finite is not None and factor.device == finite.device:  # gradients of a step that is skipped are not clipped
-                factor = torch.where(finite, factor, 1.0 / self.scaler.scale)
+            if flag is not None and factor.device == flag.device:  # gradients of a step that is skipped are not clipped
+                factor = torch.where(flag, factor, 1.0 / self.scaler.scale)
+        spreads: list[Pending | None] = []
         with span("update"):
             self._prepare_update()
-            spreads: list[Pending | None] = []
-            with self.optimizer.state_store.skipped_unless(finite):
+            if flag is None:
                 self.optimizer.update(shards, factor, lambda unit: spreads.append(all_gather_updated(unit)))
+            else:
+                finite, updated = Arriving(flag), list[Unit]()
+                with self.optimizer.state_store.skipped_unless(flag):
+                    self.optimizer.update(shards, factor, updated.append)
+                # The device is busy with the update while the host waits. Ranks that have waited before send nothing if it was skipped.
+                if not finite.read():
+                    return factor, False
+                spreads += [all_gather_updated(unit) for unit in updated]
         self._spread(spreads)
-        return factor
+        return factor, True
 
     def _prepare_update(self) -> None:
         """Reshard what is unsharded, because masters are about to change."""
