@@ -139,8 +139,8 @@ FAULTS: tuple[Fault, ...] = (
         "core/step/step.py",
         (
             "the loss scale stays in the update",
-            "factor = clip_factor(norm, 0.0 if clipped is not None else self.settings.max_norm) / self.scaler.scale",
-            "factor = clip_factor(norm, 0.0 if clipped is not None else self.settings.max_norm)",
+            "factor = clip_factor(norm, max_norm) / self.scaler.scale",
+            "factor = clip_factor(norm, max_norm)",
             (MATRIX,),
         ),
         (
@@ -151,9 +151,21 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             "an overflow is not noticed",
-            "overflow = self.settings.skips_overflow and not bool(torch.isfinite(scaled_norm))",
+            "overflow = finite is not None and flag is None and not bool(finite)",
             "overflow = False",
             ("tests/parity/test_parity_overflow.py",),
+        ),
+        (
+            "the host does not read whether the device skipped",
+            "if not finite.read():",
+            "if False:",
+            ("tests/core/test_late_skip.py",),
+        ),
+        (
+            "gradients of a step that is skipped are clipped",
+            "factor = torch.where(flag, factor, 1.0 / self.scaler.scale)",
+            "pass",
+            ("tests/core/test_late_skip.py",),
         ),
         ("gradients are not cleared", "        self.reducer.clear(shows=keeps)\n", "", (TRACE, MATRIX)),
         (
@@ -208,6 +220,24 @@ FAULTS: tuple[Fault, ...] = (
         ("hysteresis counts one more", "if self._tolerance > 1:", "if self._tolerance >= 1:", (SCALE,)),
         ("the scale grows a step early", "counted = self._good_steps - 1", "counted = self._good_steps", (SCALE,)),
         ("the scale falls below its least", "max(self.scale / FACTOR, self.min_scale)", "self.scale / FACTOR", (SCALE,)),
+    ),
+    *_in(
+        "core/optimizer/state_store.py",
+        (
+            "the device is not told to skip",
+            "finite.logical_not().float()",
+            "finite.float() * 0.0",
+            ("tests/core/test_late_skip.py",),
+        ),
+    ),
+    *_in(
+        "core/schedule/watched_outputs.py",
+        (
+            "hooks below a forward keep it",
+            "register_hook(hook if lower else above)",
+            "register_hook(above)",
+            ("tests/core/test_dropped_engine.py",),
+        ),
     ),
     *_in(
         "core/schedule/reducer.py",

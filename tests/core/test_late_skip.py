@@ -12,7 +12,7 @@ from tests.support import ranks
 from tests.support.models import CASES
 from tests.support.parity import Run
 
-NOT_FINITE = (0, 3)  # steps; until the first update there is no state, and the host waits
+NOT_FINITE = (0, 3)  # numbers of steps; until the first update there is no state, and the host waits
 
 
 def _train(run: Run, late: bool, clip_inside: bool, one_waits: bool = False) -> tuple[list[Any], list[torch.Tensor], int]:
@@ -29,22 +29,33 @@ def _train(run: Run, late: bool, clip_inside: bool, one_waits: bool = False) -> 
     engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
     if one_waits and ranks.rank() == 0:
         optimizer.register_step_post_hook(lambda *_: None)
-    seen, flags = [], []
-    skipped_unless = StateStore.skipped_unless
+    seen, flags, culprits = [], [], []
+    skipped_unless, culprit_of = StateStore.skipped_unless, steps.Stepper.culprit_of
+    # One gradient alone, so that its name is known only if those of the others are finite when it is looked for.
+    engine.module.transformer.ln_f.bias.register_hook(lambda grad: grad * float("nan") if len(seen) in NOT_FINITE else grad)
 
     def counted(store: StateStore, finite: torch.Tensor | None) -> Any:
         flags.append(finite is not None)
         return skipped_unless(store, finite)
 
-    with mock.patch.object(steps, "_READ_AT_ONCE", () if late else ("cpu",)), mock.patch.object(StateStore, "skipped_unless", counted):
+    def named(stepper: Any, shards: Any) -> str:
+        culprits.append(culprit_of(stepper, shards))
+        return culprits[-1]
+
+    with (
+        mock.patch.object(steps, "_READ_AT_ONCE", () if late else ("cpu",)),
+        mock.patch.object(StateStore, "skipped_unless", counted),
+        mock.patch.object(steps.Stepper, "culprit_of", named),
+    ):
         for step in range(6):
             loss = case.forward(engine, case.rows(step, 0, ranks.rank()))
-            engine.backward(loss * (float("inf") if step in NOT_FINITE else 1.0))
+            engine.backward(loss)
             if clip_inside:
                 torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 0.1)
             engine.step()
             scale = engine.loss_scale() if run.dtype == "fp16" else 1.0
             seen.append((float(engine.get_global_grad_norm()), engine.skipped_steps, engine.optimizer.overflow, scale))
+    assert clip_inside or culprits == ["transformer.ln_f.bias"] * len(NOT_FINITE), culprits  # clipping by NaN spoils every gradient
     tensors = [unit.master.clone() for unit in engine.units]
     tensors += [state[name].clone() for state in engine.optimizer.inner.state.values() for name in ("step", "exp_avg", "exp_avg_sq")]
     engine.destroy()
