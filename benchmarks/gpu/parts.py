@@ -48,6 +48,9 @@ GPU_TESTS = (
     "lightning/test_lightning.py",
 )
 NEEDED = ("torch", "transformers", "accelerate", "safetensors", "numpy", "packaging", "pydantic", "rich", "tqdm")
+LOCK = threading.Lock()  # of the results, and of the next two
+RUNNING: set[subprocess.Popen[bytes]] = set()
+STOPPED = threading.Event()
 # The other tests of that file are parts of tests/support/gpu.py.
 ELSEWHERE = "benchmarks/test_gpu_engine.py::test_checkpoints_travel_between_device_and_host"
 
@@ -184,18 +187,37 @@ def run(part: Part, log: Path, env: Mapping[str, str], scratch: Path) -> dict[st
     output = scratch / "output.txt"
     with output.open("wb") as text:
         options: dict[str, Any] = {"cwd": REPOSITORY, "env": {**env, **more}, "stdin": subprocess.DEVNULL, "start_new_session": True}
-        process = subprocess.Popen(words, stdout=text, stderr=subprocess.STDOUT, **options)
+        with LOCK:
+            if STOPPED.is_set():
+                raise SystemExit(1)
+            process = subprocess.Popen(words, stdout=text, stderr=subprocess.STDOUT, **options)
+            RUNNING.add(process)
         try:
             status: int | str = process.wait(part.seconds)
         except subprocess.TimeoutExpired:
             status = f"still running after {part.seconds} s"
         finally:
-            with contextlib.suppress(ProcessLookupError):  # ends the part's own ranks, too
-                os.killpg(process.pid, signal.SIGKILL)
+            _kill(process)
             process.wait()
+            with LOCK:
+                RUNNING.discard(process)
     seconds = round(time.monotonic() - start, 1)
-    tail = append(log, f"\n=== {part.name}, {now()}: {' '.join(part.command)}\n", output, TAIL)
+    with LOCK:
+        tail = append(log, f"\n=== {part.name}, {now()}: {' '.join(part.command)}\n", output, TAIL)
     return {"status": status, "seconds": seconds, "limit": part.seconds, "when": now(), "command": " ".join(part.command), "tail": tail}
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):  # ends the part's own ranks, too
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def stop() -> None:
+    """End every running part, and start no other: the program is about to end."""
+    with LOCK:
+        STOPPED.set()
+        for process in RUNNING:
+            _kill(process)
 
 
 def failure_line(text: str) -> str:
@@ -260,7 +282,11 @@ def main() -> int:
     runner = Runner(arguments, env, here, results, len(chosen), start)
     for group in groups(chosen):
         with ThreadPoolExecutor(len(group)) as pool:
-            list(pool.map(runner.take, group))
+            try:
+                list(pool.map(runner.take, group))
+            except BaseException:  # a signal; the pool waits for its threads, and they wait for their processes
+                stop()
+                raise
     return int(any(results.parts.get(part.name, {"status": 0})["status"] != 0 for part in chosen))
 
 
@@ -285,13 +311,12 @@ class Runner:
     results: Results
     parts: int
     start: float
-    lock: threading.Lock = field(default_factory=threading.Lock)
     ended: int = 0
 
     def take(self, part: Part) -> None:
         """Run a part if it is due and there is time, add its result, and print one line."""
         text = self._outcome(part)
-        with self.lock:
+        with LOCK:
             self.ended += 1
             print(f"[{self.ended}/{self.parts}] {part.name}: {text}", flush=True)
 
@@ -307,7 +332,7 @@ class Runner:
             return "no time left"
         with tempfile.TemporaryDirectory(prefix="hf_zero_gpu_") as scratch:
             result = run(replace(part, seconds=int(min(part.seconds, left))), self.results.log, self.env, Path(scratch))
-            with self.lock:
+            with LOCK:
                 self.results.add(part.name, {**result, "machine": self.here}, Path(scratch))
         reason = "" if result["status"] == 0 else f": {failure_line(result['tail'])}"
         return f"{said(result)} in {result['seconds']:g} s{reason}"

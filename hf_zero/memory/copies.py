@@ -108,11 +108,12 @@ class Arriving:
     """
 
     def __init__(self, value: torch.Tensor) -> None:
-        self._value, self._event = value, None
+        self._value, self._event = value, None  # type: Any, Any
         if value.device.type != "cpu":
             self._value = torch.empty((), dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
-            self._event = torch.get_device_module(value.device).Event()
-            self._event.record()
+            module: Any = torch.get_device_module(value.device)
+            self._event = module.Event()
+            self._event.record(module.current_stream(value.device))
 
     def read(self) -> Any:
         """Return the value as a Python number."""

@@ -74,7 +74,8 @@ def _with_triton(master: torch.Tensor, shard: torch.Tensor) -> None:
 
     count = master.numel()
     if count:
-        kernel[(-(-count // _BLOCK),)](master, shard, count, BLOCK=_BLOCK)
+        with torch.cuda.device_of(master):  # Triton launches on the present device
+            kernel[(-(-count // _BLOCK),)](master, shard, count, BLOCK=_BLOCK)
 
 
 def _with_torch(master: torch.Tensor, shard: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from benchmarks.common.training import build_model
 from benchmarks.gpu import parts as gpu
 from benchmarks.gpu import results as gpu_results
 from benchmarks.steps import step_time_gpu
-from tests.support.processes import REPO, run
+from tests.support.processes import REPO, run, until
 
 HERE = {"host": "here", "python": "3", "torch": "2", "gpus": []}
 
@@ -127,6 +128,27 @@ def test_the_folder_holds_few_small_files_and_a_line_per_part(
     assert lines[10].endswith(": why")
     assert _run_parts(monkeypatch, tmp_path, chosen) == 1
     assert capsys.readouterr().out.splitlines()[1] == "[1/11] part0: passed before"
+
+
+def test_a_signal_ends_the_parts_that_run(tmp_path: Path) -> None:
+    program = """
+        import pathlib, sys
+        from benchmarks.gpu import parts as gpu
+        code = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(300)"
+        listed = [gpu.Part(name, [sys.executable, "-c", code, f"{sys.argv[1]}/{name}"], 300, alone=False) for name in ("one", "two")]
+        gpu.parts, gpu.machine = (lambda *_: listed), (lambda _: {"host": "", "python": "", "torch": "", "gpus": []})
+        sys.argv[1:] = ["--out", sys.argv[1] + "/out", "--device", "cpu"]
+        sys.exit(gpu.main())
+    """
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program), str(tmp_path)], cwd=REPO)
+    try:
+        until(lambda: all((tmp_path / name).exists() and (tmp_path / name).read_text() for name in ("one", "two")), "both parts run")
+        pids = [int((tmp_path / name).read_text()) for name in ("one", "two")]
+        process.terminate()
+        assert process.wait(60) == 1
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    finally:
+        process.kill()
 
 
 def test_a_budget_ends_a_part_and_the_next_call_goes_on(

@@ -15,7 +15,9 @@ from tests.support.parity import Run
 NOT_FINITE = (0, 3)  # numbers of steps; until the first update there is no state, and the host waits
 
 
-def _train(run: Run, late: bool, clip_inside: bool, one_waits: bool = False) -> tuple[list[Any], list[torch.Tensor], int]:
+def _train(
+    run: Run, late: bool, clip_inside: bool, one_waits: bool = False, replaced: tuple[str, list[int]] = ("", [])
+) -> tuple[list[Any], list[torch.Tensor], int]:
     """Return for each step what scripts read, the masters and steps of all states, and the number of updates that the device might skip."""
     import hf_zero
     from hf_zero.core.optimizer.state_store import StateStore
@@ -24,9 +26,23 @@ def _train(run: Run, late: bool, clip_inside: bool, one_waits: bool = False) -> 
     case = CASES["gpt2"]
     model = case.build().to(ranks.device())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+    def replace_step() -> None:
+        step = optimizer.step
+
+        def counted_step(*args: Any, **kwargs: Any) -> Any:
+            replaced[1].append(1)
+            return step(*args, **kwargs)
+
+        optimizer.step = counted_step  # type: ignore[method-assign]
+
+    if replaced[0] == "replaced before":
+        replace_step()
     config = {**run.config(), "zero_allow_untested_optimizer": True}
     config.pop("optimizer", None)
     engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+    if replaced[0] == "replaced after":
+        replace_step()
     if one_waits and ranks.rank() == 0:
         optimizer.register_step_post_hook(lambda *_: None)
     seen, flags, culprits = [], [], []
@@ -73,18 +89,42 @@ def _same_steps(dtype: str, clip_inside: bool) -> None:
             assert all(torch.equal(one, other) for one, other in zip(found[1], expected[1], strict=True)), label
 
 
-def _one_rank_waits() -> None:
+def _one_rank_waits(extra: dict[str, Any]) -> None:
     for stage in (0, 3):
-        run = Run(stage, dtype="bf16", clip=0.1)
+        run = Run(stage, dtype="bf16", clip=0.1, extra=extra if stage == 3 else {})
         expected, found = (_train(run, late, False, one_waits=True) for late in (False, True))
-        assert found[2] == 4 * (ranks.rank() != 0), found[2]
+        assert not found[2], "the ranks have not decided alike"
         assert str(found[0]) == str(expected[0]) and found[0][-1][1] == len(NOT_FINITE)
+        assert all(torch.equal(one, other) for one, other in zip(found[1], expected[1], strict=True)), stage
+        expected, found = (_train(run, late, False) for late in (False, True))
+        assert found[2] == 4, found[2]
         assert all(torch.equal(one, other) for one, other in zip(found[1], expected[1], strict=True)), stage
 
 
-def test_ranks_need_not_wait_alike() -> None:
-    """A hook on one rank alone lets this rank wait for the norm: in a step that is skipped, neither rank sends weights."""
-    ranks.run_ranks(_one_rank_waits, 2)
+@pytest.mark.parametrize(("world", "extra"), [(2, {}), (4, {"zero_optimization": {"zero_hpz_partition_size": 2}})])
+def test_a_hook_on_one_rank_lets_all_ranks_wait(world: int, extra: dict[str, Any]) -> None:
+    """Ranks that keep copies of weights (hpZ) drop them together."""
+    ranks.run_ranks(_one_rank_waits, world, extra)
+
+
+def _calls_of_a_script() -> None:
+    """Hooks on all optimizers, and a ``step`` that a script has replaced, see the steps that are taken."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    for way in ("hook", "replaced before", "replaced after"):
+        counted = []
+        for late in (False, True):
+            calls: list[int] = []
+            counted.append(calls)
+            handle = register_optimizer_step_post_hook(lambda *_, calls=calls: calls.append(1)) if way == "hook" else None
+            _train(Run(1, dtype="bf16"), late, False, replaced=(way, calls))
+            if handle is not None:
+                handle.remove()
+        assert counted[0] == counted[1] and counted[0], f"{way}: {counted}"
+
+
+def test_what_a_script_adds_to_steps_sees_steps_that_are_taken() -> None:
+    ranks.run_ranks(_calls_of_a_script, 1)
 
 
 @pytest.mark.parametrize(("dtype", "clip_inside"), [("bf16", False), ("fp16", False), ("bf16", True)])

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from weakref import ref
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 from hf_zero.core.optimizer.clones import clone, options_of
 from hf_zero.core.optimizer.master_parts import MasterParts
@@ -57,6 +57,7 @@ class OwnObject:
         self._inner = inner
         self._updates = False
         self._own: dict[str, Callable[..., Any]] = {}
+        self._served: object = None  # what stands in place of ``step``
         self._outer: ref[Any] | None = None
 
     def connect(self, outer: Outer) -> None:
@@ -67,7 +68,9 @@ class OwnObject:
             if own is not None and name not in self._own:
                 self._own[name] = own
                 vars(self._inner)[name] = MethodType(self._for_scripts(name, own), self._inner)
-                if name != "step":
+                if name == "step":
+                    self._served = vars(self._inner)[name]
+                else:
                     vars(outer)[name] = vars(self._inner)[name]
 
     def disconnect(self) -> None:
@@ -110,6 +113,17 @@ class OwnObject:
             for unit in units:
                 updated(unit)
 
+    def steps_itself(self) -> bool:
+        """Return whether an update runs nothing of a script: neither hooks on all optimizers of this process, nor a replaced ``step``.
+
+        The wrapper of torch's schedulers, which counts calls, is no replacement.
+        """
+        before, now = self._own.get("step"), vars(self._inner).get("step")
+        ordinary = getattr(before, "__func__", None) is type(self._inner).step or hasattr(before, _SCHEDULER)
+        replaced = now is not self._served and not hasattr(now, _SCHEDULER)
+        hooks = [hook for hook in _global_optimizer_pre_hooks.values() if hook is not _ForeignSteps._refuse]
+        return ordinary and not (replaced or hooks or _global_optimizer_post_hooks)
+
     def require_own_state(self) -> None:
         """Raise if ``state`` has entries of the model's parameters, in whose place the groups hold flat parts of masters.
 
@@ -149,6 +163,9 @@ class OwnObject:
             self._own[name]()
         else:
             self.change(self._own[name])
+
+
+_SCHEDULER = "_wrapped_by_lr_sched"  # attribute of the wrapper by which torch's schedulers count calls of ``step``
 
 
 class _ForeignSteps:

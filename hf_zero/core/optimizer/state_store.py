@@ -74,11 +74,15 @@ class StateStore:
             updated(unit)
 
     def can_skip(self) -> bool:
-        """Return whether ``skipped_unless`` serves the inner optimizer: torch's fused Adam or AdamW, here all in one step without hooks."""
+        """Return whether ``skipped_unless`` serves the inner optimizer: torch's fused Adam or AdamW without hooks, stepped once for all
+        segments. A skipped step makes no state, so all states must be there.
+        """
         inner = self.inner
-        hooks = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
-        fused = type(inner) in (torch.optim.Adam, torch.optim.AdamW) and all(group["fused"] for group in inner.param_groups)
-        return type(self) is StateStore and fused and bool(inner.state) and not hooks and not self._pays_in_turn()
+        if type(self) is not StateStore or type(inner) not in (torch.optim.Adam, torch.optim.AdamW) or self._pays_in_turn():
+            return False
+        seen = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks or hasattr(inner, "found_inf")
+        fused = all(group["fused"] for group in inner.param_groups)
+        return fused and not seen and all(segment.state for segment in self.segments.trained)
 
     @contextmanager
     def skipped_unless(self, finite: torch.Tensor | None) -> Iterator[None]:

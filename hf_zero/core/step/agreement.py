@@ -243,12 +243,14 @@ class Agreed(NamedTuple):
         signal: Number of a signal that asks a rank to end (the highest of several); 0 if no rank has received one.
         waits: Whether a parameter that the last step has not trained has a gradient on any rank.
         changed: Whether the norm of the gradients must be taken anew, because no rank has taken it or some gradient has changed since.
+        reads: Whether a rank must know that the norm is finite before it launches the update.
     """
 
     written: bool
     signal: int
     waits: bool
     changed: bool
+    reads: bool
 
 
 def agree(collectives: Collectives, alike: Sequence[Alike], anywhere: Sequence[int] = ()) -> list[int]:

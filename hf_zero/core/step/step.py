@@ -35,7 +35,7 @@ _WRITTEN = 2  # a script has written gradients
 _ADDED = 3  # a backward has added to a gradient that a script had written
 _REFUSED = 4  # a script has written values to a parameter that cannot accept them
 _STEPS = same_call("step()")
-_ANSWERS = 3  # numbers in the message of a vote
+_ANSWERS = 4  # numbers in the message of a vote
 _READ_AT_ONCE = ("cpu",)  # types of devices whose values the host reads without a wait
 
 
@@ -237,14 +237,14 @@ class Stepper:
         alike.append(self.trained.alike())  # also removes tensors that a script has added to the groups
         written = _WRITTEN if have_written(self.reducer) else _CHANGED if self._has_changed() else 0
         written = _REFUSED if look.refused else _ADDED if self.reducer.added_to else written
-        answers = [written, signals.heard(), int(self.trained.waits())]
+        answers = [written, signals.heard(), int(self.trained.waits()), int(not self._can_skip_late())]
         if self.everyone.world > 1:
             answers = agree(self.everyone, [*alike, same_groups(self.optimizer.inner), same_clipping(self.settings.max_norm)], answers)
         if answers[0] == _REFUSED:
             look.refuse(self.everyone)
         if answers[0] == _ADDED:
             refuse_added(self.reducer, self.everyone)
-        return Agreed(answers[0] >= _WRITTEN, answers[1], bool(answers[2]), answers[0] >= _CHANGED)
+        return Agreed(answers[0] >= _WRITTEN, answers[1], bool(answers[2]), answers[0] >= _CHANGED, bool(answers[3]))
 
     def meet(self, what: str) -> None:
         """Wait for all ranks before a collective operation that the script begins, between backward and step; collective, on the host.
@@ -366,7 +366,8 @@ class Stepper:
             self._measured = None
         clipped, self._clips_by, self._clipped = self._clipped, None, None
         finite = torch.isfinite(scaled_norm) if self.settings.skips_overflow else None
-        flag = finite if finite is not None and watch is None and self._can_skip_late(shards, finite) else None
+        late = watch is None and not agreed.reads and all(shard.dtype == torch.float32 for shard in shards)
+        flag = finite if late else None
         overflow = finite is not None and flag is None and not bool(finite)
         norm = torch.full_like(scaled_norm, math.inf) if overflow else scaled_norm / self.scaler.scale
         keeps = self.keeps and self.reducer.exchange.reduces and self.everyone is self.collectives.data
@@ -395,20 +396,17 @@ class Stepper:
         self.reducer.exchange.stepped(skipped, self.scaler.scale / scale)
         return StepResult(norm, skipped, culprit, agreed.signal, groups)
 
-    def _can_skip_late(self, shards: Sequence[torch.Tensor], finite: torch.Tensor) -> bool:
-        """Return whether the update itself can find out on the device that the gradients are not ``finite``.
+    def _can_skip_late(self) -> bool:
+        """Return whether an update can find out on the device that the gradients are not finite; local.
 
         [Note: skipping on the device] Such a step is skipped. If the host had to know this before it launches the update, the device would
         be idle from the norm to the launch. torch's fused Adam takes a flag by which its kernel changes nothing, so the host launches the
-        update and then reads whether the norm was finite. Hooks before a step run only if the update is certain: with hooks the host waits.
+        update and then reads whether the norm was finite. Hooks on a step run only if it is taken: with hooks the host waits. All ranks
+        decide alike, because they drop the same copies of weights.
         """
-        return (
-            finite.device.type not in _READ_AT_ONCE
-            and type(self) is Stepper
-            and all(shard.device == finite.device and shard.dtype == torch.float32 for shard in shards)
-            and not self.optimizer._optimizer_step_pre_hooks
-            and self.optimizer.state_store.can_skip()
-        )
+        if self.collectives.topology.device.type in _READ_AT_ONCE or type(self) is not Stepper or self.optimizer._optimizer_step_pre_hooks:
+            return False
+        return self.optimizer.own.steps_itself() and self.optimizer.state_store.can_skip()
 
     def _update(
         self, shards: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float, flag: torch.Tensor | None
@@ -437,8 +435,7 @@ class Stepper:
                 finite, updated = Arriving(flag), list[Unit]()
                 with self.optimizer.state_store.skipped_unless(flag):
                     self.optimizer.update(shards, factor, updated.append)
-                # The device is busy with the update while the host waits. Ranks that have waited before send nothing if it was skipped.
-                if not finite.read():
+                if not finite.read():  # the device is busy with the update while the host waits
                     return factor, False
                 spreads += [all_gather_updated(unit) for unit in updated]
         self._spread(spreads)
