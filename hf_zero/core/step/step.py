@@ -35,7 +35,7 @@ _WRITTEN = 2  # a script has written gradients
 _ADDED = 3  # a backward has added to a gradient that a script had written
 _REFUSED = 4  # a script has written values to a parameter that cannot accept them
 _STEPS = same_call("step()")
-_ANSWERS = 4  # numbers in the message of a vote
+_ANSWERS = 3  # numbers in the message of a vote; one more where a device may skip
 _READ_AT_ONCE = ("cpu",)  # types of devices whose values the host reads without a wait
 
 
@@ -237,14 +237,14 @@ class Stepper:
         alike.append(self.trained.alike())  # also removes tensors that a script has added to the groups
         written = _WRITTEN if have_written(self.reducer) else _CHANGED if self._has_changed() else 0
         written = _REFUSED if look.refused else _ADDED if self.reducer.added_to else written
-        answers = [written, signals.heard(), int(self.trained.waits()), int(not self._can_skip_late())]
+        answers = [written, signals.heard(), int(self.trained.waits()), *([int(not self._can_skip_late())] if self._may_skip_late else [])]
         if self.everyone.world > 1:
             answers = agree(self.everyone, [*alike, same_groups(self.optimizer.inner), same_clipping(self.settings.max_norm)], answers)
         if answers[0] == _REFUSED:
             look.refuse(self.everyone)
         if answers[0] == _ADDED:
             refuse_added(self.reducer, self.everyone)
-        return Agreed(answers[0] >= _WRITTEN, answers[1], bool(answers[2]), answers[0] >= _CHANGED, bool(answers[3]))
+        return Agreed(answers[0] >= _WRITTEN, answers[1], bool(answers[2]), answers[0] >= _CHANGED, answers[3:] != [0])
 
     def meet(self, what: str) -> None:
         """Wait for all ranks before a collective operation that the script begins, between backward and step; collective, on the host.
@@ -253,7 +253,7 @@ class Stepper:
             StateError: On every rank, if some ranks do something else.
         """
         if self.everyone.world > 1:
-            agree(self.everyone, [same_call(what)], [0] * _ANSWERS)
+            agree(self.everyone, [same_call(what)], [0] * (_ANSWERS + self._may_skip_late))
 
     def _has_changed(self) -> bool:
         """Return whether ``measure`` has not taken the norm of the gradients as they are now; local."""
@@ -396,6 +396,11 @@ class Stepper:
         self.reducer.exchange.stepped(skipped, self.scaler.scale / scale)
         return StepResult(norm, skipped, culprit, agreed.signal, groups)
 
+    @property
+    def _may_skip_late(self) -> bool:
+        """Return whether steps can be skipped on the device at all; the same on every rank."""
+        return self.settings.skips_overflow and self.collectives.topology.device.type not in _READ_AT_ONCE
+
     def _can_skip_late(self) -> bool:
         """Return whether an update can find out on the device that the gradients are not finite; local.
 
@@ -404,7 +409,7 @@ class Stepper:
         update and then reads whether the norm was finite. Hooks on a step run only if it is taken: with hooks the host waits. All ranks
         decide alike, because they drop the same copies of weights.
         """
-        if self.collectives.topology.device.type in _READ_AT_ONCE or type(self) is not Stepper or self.optimizer._optimizer_step_pre_hooks:
+        if not self._may_skip_late or type(self) is not Stepper or self.optimizer._optimizer_step_pre_hooks:
             return False
         return self.optimizer.own.steps_itself() and self.optimizer.state_store.can_skip()
 
