@@ -111,18 +111,17 @@ def _in_float8(module: nn.Module, name: str) -> bool:
     return "lm_head" not in name and not any(size % 16 for size in getattr(module, "weight", torch.empty(0)).shape)
 
 
-def _on_its_device(job: Job) -> nn.Module:
-    return built(job, torch.device(job.device))
-
-
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """Return the transformer's layers."""
     return list(next(module for module in model.modules() if isinstance(module, nn.ModuleList)))
 
 
-def _compile_blocks(job: Job, model: nn.Module) -> None:
+def _of_peer(job: Job, on_host: bool = False) -> nn.Module:
+    """Return the model of a contender that has no ``compile`` of its own, with compiled blocks if the job asks for them."""
+    model = built(job, torch.device("cpu" if on_host else job.device))
     for block in blocks_of(model) if job.compiled == "blocks" else ():
         block.compile(backend=job.backend)
+    return model
 
 
 # ------------------------------------------------------------------------------------------------ engines
@@ -175,7 +174,7 @@ def hf_zero(job: Job) -> Step:
 
     config = {**_config(job), "hf_zero": {"offload_overlap": job.overlap}}
     sharded = job.stage == 3 and not job.float8
-    # Without the device, zero.Init draws the values where plain PyTorch would, on the host, which takes minutes for billions of parameters.
+    # Without the device, zero.Init draws the values where plain PyTorch would, on the host, more than a minute for 8 B parameters.
     with hf_zero.zero.Init(config_dict_or_path=config) if sharded else contextlib.nullcontext():
         model = built(job, torch.device("cpu" if job.offload else job.device))
     engine = _engine(hf_zero, job, model, config)
@@ -188,8 +187,7 @@ def deepspeed(job: Job) -> Step:
     """Return DeepSpeed's step; with offload the model is built in host memory, because its ``zero.Init`` fails with some torch versions."""
     import deepspeed
 
-    model = built(job, torch.device("cpu" if job.offload else job.device)).to(DTYPES[job.dtype])
-    _compile_blocks(job, model)
+    model = _of_peer(job, on_host=job.offload).to(DTYPES[job.dtype])
     return _engine_step(_engine(deepspeed, job, model, _config(job)))
 
 
@@ -222,8 +220,7 @@ def fsdp2(job: Job) -> Step:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     offload = job.offload and job.device != "cpu"
-    model: Any = built(job, torch.device("cpu" if offload else job.device))
-    _compile_blocks(job, model)
+    model: Any = _of_peer(job, on_host=offload)
     options = {
         "mesh": init_device_mesh(job.device, (torch.distributed.get_world_size(),)),
         "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES[job.dtype], reduce_dtype=DTYPES[job.dtype]),
@@ -238,20 +235,16 @@ def fsdp2(job: Job) -> Step:
 
 def pytorch(job: Job) -> Step:
     """Return the step of plain PyTorch: fp32 parameters on the device, autocast, torch's fused AdamW."""
-    model = _on_its_device(job)
-    _compile_blocks(job, model)
-    return _loop(job, model, autocast=True)
+    return _loop(job, _of_peer(job), autocast=True)
 
 
 def ddp(job: Job) -> Step:
     """Return the step of plain PyTorch in DistributedDataParallel."""
     from torch.nn.parallel import DistributedDataParallel
 
-    model = _on_its_device(job)
-    _compile_blocks(job, model)
-    wrapped: Any = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    wrapped: Any = DistributedDataParallel(_of_peer(job), gradient_as_bucket_view=True)
     return _loop(job, torch.compile(wrapped, backend=job.backend) if job.compiled == "whole" else wrapped, autocast=True)
 
 
 CONTENDERS: dict[str, Callable[[Job], Step]] = {"hf_zero": hf_zero, "deepspeed": deepspeed, "fsdp2": fsdp2, "pytorch": pytorch, "ddp": ddp}
-PACKAGES = {"hf_zero": "hf_zero", "deepspeed": "deepspeed"}
+PACKAGES = ("hf_zero", "deepspeed")  # contenders that are packages of this name

@@ -144,18 +144,17 @@ def load(job: Job) -> None:
     """Import every package of the job."""
     import transformers
 
-    names = ("GPT2LMHeadModel", "LlamaForCausalLM")
-    for name in names:
+    for name in ("GPT2LMHeadModel", "LlamaForCausalLM"):
         getattr(transformers, name)
-    more = {
+    packages = {
+        job.contender: job.contender in PACKAGES,
         "peft": job.lora,
         "torchao.float8": job.float8,
         "liger_kernel.transformers": job.liger,
         "torch._inductor.compile_fx": job.compiled,
     }
-    for package in (PACKAGES.get(job.contender), *(name for name, wanted in more.items() if wanted)):
-        if package:
-            importlib.import_module(package)
+    for package in (name for name, wanted in packages.items() if wanted):
+        importlib.import_module(package)
 
 
 def main() -> None:

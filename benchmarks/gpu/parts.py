@@ -66,7 +66,7 @@ class Part:
         env: Environment variables.
         needs_gpu: The part is meaningless on another device, where it runs only if it is named.
         of_machine: The part must run again on another machine.
-        alone: The part measures time; adjacent parts that do not run side by side.
+        alone: The part measures time, so no other part runs beside it.
     """
 
     name: str
@@ -303,7 +303,17 @@ def groups(chosen: list[Part]) -> list[list[Part]]:
 
 @dataclass
 class Runner:
-    """What every part needs to run: options, environment, facts of the machine, results so far, number of parts, start of the whole."""
+    """Run parts, each if it is due and fits into the budget.
+
+    Attributes:
+        arguments: Options of the command line.
+        env: Environment variables of all parts.
+        here: Facts of the machine.
+        results: Results so far.
+        parts: Number of parts.
+        start: Time at which the program began, by ``time.monotonic``.
+        ended: Number of parts that have ended.
+    """
 
     arguments: argparse.Namespace
     env: Mapping[str, str]

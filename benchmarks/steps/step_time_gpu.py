@@ -107,7 +107,7 @@ TABLES = {
         lora=16,
         text="Adapters of rank 16 (PEFT) on all linear layers except the head; the base is frozen, in bf16.",
     ),
-}  # fmt: skip
+}
 
 
 def devices(device: str) -> tuple[int, str]:

@@ -1,7 +1,7 @@
 """Find values that a script has changed, and copy them into fp32 masters: on a GPU one pass with Triton, elsewhere torch's operations.
 
 An engine does this before each step for all its parameters, so the bytes count: 6 per element with Triton (a master is read, and written
-only where it changes), 22 with torch's operations, which write three temporary tensors.
+only where it changes), more than 20 with torch's operations, which write three temporary tensors.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class OwnObject:
         self._inner = inner
         self._updates = False
         self._own: dict[str, Callable[..., Any]] = {}
-        self._served: object = None  # what stands in place of ``step``
+        self._served: object = None  # the method that replaces ``step``
         self._outer: ref[Any] | None = None
 
     def connect(self, outer: Outer) -> None:

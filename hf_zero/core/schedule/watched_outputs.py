@@ -65,7 +65,7 @@ class WatchedForward:
         """Return the forward watched before."""
         return None if self._below is None else self._below()
 
-    def __call__(self, grad: torch.Tensor) -> None:
+    def __call__(self, _grad: torch.Tensor) -> None:
         fired = self._fired()
         if fired is not None and self.block is not None:
             fired(self)
