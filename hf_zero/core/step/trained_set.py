@@ -17,7 +17,7 @@ from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.step.agreement import Alike
-from hf_zero.core.units.sharded_parameter import set_gradient
+from hf_zero.core.units.sharded_parameter import requires_gradient, set_gradient
 from hf_zero.core.units.unit import Unit, find_unit
 from hf_zero.errors import StateError
 from hf_zero.observe import warn_once
@@ -207,7 +207,7 @@ class TrainedSet:
     # -- the look -------------------------------------------------------------------------------------------------------
 
     def _requiring(self) -> list[bool]:
-        return [param.requires_grad for param in self._params]
+        return requires_gradient(self._params)
 
     def _group_lengths(self) -> list[int]:
         return [len(group["params"]) for group in self._optimizer.param_groups]

@@ -307,6 +307,12 @@ def gradients_of(params: Iterable[torch.Tensor | None]) -> list[torch.Tensor | N
         return [None if param is None else _GRAD.__get__(param) for param in params]
 
 
+def requires_gradient(params: Iterable[torch.Tensor]) -> list[bool]:
+    """Return ``param.requires_grad`` of each parameter, empty or not, at less cost than reading the property."""
+    with _WITHOUT_FUNCTION():
+        return [param.requires_grad for param in params]
+
+
 def set_class(param: torch.Tensor, empty: bool) -> None:
     """Give ``param`` the class of an empty parameter, or its former class; classes with their own ``__torch_function__`` do not change."""
     kind = type(param)
