@@ -139,6 +139,17 @@ def write_plainly(path: Path, nbytes: int, direct: bool) -> None:
     os.close(descriptor)
 
 
+def upload_plainly(folder: Path, url: str) -> None:
+    """Upload this rank's share of the files below ``folder`` with boto3's ``upload_file`` as it comes: 10 parts of 8 MiB at a time."""
+    import boto3
+
+    client = boto3.client("s3")
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    files = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    for path in files[dist.get_rank() :: dist.get_world_size()]:
+        client.upload_file(str(path), bucket, f"{prefix}/{path.relative_to(folder)}")
+
+
 def inspect(subject: Contender, folder: str) -> dict[str, float]:
     """Return the host memory (anonymous bytes at the peak) that a save takes, and the bytes that a load reads from files, on this rank."""
     before = peak = _status("/proc/self/status", "RssAnon") * 1024
@@ -192,6 +203,8 @@ def serve(contender: str, size: dict[str, int], answers: Any) -> None:
             subject.load(folder)
         elif request["do"] == "inspect":
             found = inspect(subject, folder)
+        elif request["do"] == "upload":
+            upload_plainly(Path(folder), request["url"])
         elif request["do"] in ("disk", "direct"):
             write_plainly(Path(f"{folder}-{dist.get_rank()}"), request["nbytes"], request["do"] == "direct")
         elif request["do"] == "copy" and isinstance(subject, Engine):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from importlib import metadata
@@ -308,10 +309,15 @@ class _Save:
         note("checkpoint_begun", self.request.tag)
 
     def copy(self, background: Background) -> None:
-        """Copy the values; values that do not fit into the copy are written to disk before this returns."""
-        if self.head is not None and not background.limited and not self.request.node_local:
-            self.begin()
-        direct, self.files = background.copy(self.files)
+        """Copy the values; values that do not fit into the copy are written to disk before this returns. Rank 0 prepares the target
+        meanwhile, because a store takes its time to answer.
+        """
+        with ThreadPoolExecutor(1, thread_name_prefix="hf_zero begin") as beside:
+            begins = self.head is not None and not background.limited and not self.request.node_local
+            begun = beside.submit(self.begin) if begins else None
+            direct, self.files = background.copy(self.files)
+            if begun is not None:
+                begun.result()
         self._direct = self._write(direct)
 
     def write_files(self) -> Written:

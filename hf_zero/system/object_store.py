@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hf_zero.errors import CheckpointError
+from hf_zero.system.parted_upload import PartedUpload, PartPool
 from hf_zero.system.secrets import without_credentials
 
 logger = logging.getLogger("hf_zero")  # same name as in ``observe``, which imports torch
@@ -399,14 +400,15 @@ class ObjectPath:
                 raise
 
     @contextmanager
-    def writing(self, nbytes: int) -> Iterator[Any]:
+    def writing(self, nbytes: int, pool: PartPool) -> Iterator[Any]:
         """Stream a new object of ``nbytes`` in a context, which gives a file to write to; it appears when the ``with`` ends without error.
 
-        Errors are the library's own; ``tried`` around the whole turns them into ``OSError``.
+        ``pool`` sends the parts of an object of S3. Errors are the library's own; ``tried`` around the whole turns them into ``OSError``.
         """
         self._make_room()
         part = max(_PART_BYTES, -(-nbytes // _MOST_PARTS >> 20) + 1 << 20 if nbytes > _PART_BYTES * _MOST_PARTS else 0)
-        file = self.fs.open(self.key, "wb", block_size=part)
+        parted = self._has_protocol(_S3) and hasattr(self.fs, "call_s3")
+        file = PartedUpload(self.fs, self.key, part, pool) if parted else self.fs.open(self.key, "wb", block_size=part)
         try:
             yield file
             file.close()

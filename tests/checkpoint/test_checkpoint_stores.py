@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from hf_zero.errors import CheckpointError
+from hf_zero.system.parted_upload import PartPool
 from tests.support import ranks
 from tests.support.checkpoints import IN_BACKGROUND, differences, full_state, start, steps
 from tests.support.processes import REPO, run
@@ -182,7 +183,7 @@ def test_an_upload_that_breaks_off_is_not_completed_later(tmp_path: Path) -> Non
     with faulty(tmp_path, Fault("write", "x", error=MemoryError())) as url:
         from hf_zero.system.object_store import place_of
 
-        with pytest.raises(MemoryError), (place_of(url) / "x").writing(10) as file:
+        with pytest.raises(MemoryError), PartPool() as pool, (place_of(url) / "x").writing(10, pool) as file:
             file.write(b"12345")
         del file
         gc.collect()

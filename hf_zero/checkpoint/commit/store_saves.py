@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from hf_zero.checkpoint.commit.folders import SCRIPT_FILE, check_tag, digest, files_of, number_of
@@ -67,8 +68,10 @@ class StoreSave:
             OSError: The store refuses.
         """
         check_tag(self.tag)
-        self._replaces = self._present()
-        self._clear()
+        with ThreadPoolExecutor(1, thread_name_prefix="hf_zero begin") as beside:  # two answers to wait for instead of four in turn
+            present = beside.submit(self._present)
+            self._clear()
+            self._replaces = present.result()
         record = {**Process.own().as_json(), "tag": self.tag, "replaces": self._replaces}
         self._record.put(json.dumps(record).encode())
         _open.add(self.number)

@@ -22,6 +22,7 @@ from hf_zero.errors import CheckpointError
 from hf_zero.observe import logger
 from hf_zero.system import own_files
 from hf_zero.system.object_store import ObjectPath, Place, is_url, place_of, tried
+from hf_zero.system.parted_upload import PartPool
 from hf_zero.system.reading import whole_json
 from hf_zero.system.secrets import MASK
 from hf_zero.system.text_file import limit_beside, opened_file, read_first_line
@@ -154,14 +155,15 @@ def send(folder: Path, place: ObjectPath, names: Iterable[str]) -> None:
     Raises:
         OSError: The store or the file system refuses.
     """
-    for name in names:
-        path = folder / name
-        if path.is_file():
-            tried(place / name, lambda path=path: _send(path, place), uploads=True)  # type: ignore[misc]
+    with PartPool() as pool:
+        for name in names:
+            path = folder / name
+            if path.is_file():
+                tried(place / name, lambda path=path: _send(path, place, pool), uploads=True)  # type: ignore[misc]
 
 
-def _send(path: Path, place: ObjectPath) -> None:
-    with opened_file(path) as source, (place / path.name).writing(path.stat().st_size) as target:
+def _send(path: Path, place: ObjectPath, pool: PartPool) -> None:
+    with opened_file(path) as source, (place / path.name).writing(path.stat().st_size, pool) as target:
         while data := source.read(_PART_BYTES):
             target.write(data)
 

@@ -27,7 +27,7 @@ from hf_zero.system.text_file import opened
 
 # Windows that are fetched while one is verified and copied: each request to a store takes a round trip.
 _AHEAD_ON_DISK = 2
-_AHEAD_IN_STORE = 4
+_AHEAD_IN_STORE = 10  # as many connections as libraries of stores keep open
 
 
 class Ranges(Protocol):

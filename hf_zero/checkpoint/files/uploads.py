@@ -1,7 +1,8 @@
 """Write the files of one save into an object store: stream them from the shards, several at a time, and repeat failed requests.
 
-``write_tensor_file`` uses ``Uploads`` for a store as it uses ``Disk`` for a folder. Each object buffers one part at most (8 MiB; more if
-an object would have more than 9000 parts), so memory does not grow with the size of a shard.
+``write_tensor_file`` uses ``Uploads`` for a store as it uses ``Disk`` for a folder. Each of ``STREAMS`` objects buffers one part (8 MiB;
+more if an object would have more than 9000 parts), and in S3 up to ``PARTS_AT_ONCE`` parts are on their way, so memory does not grow with
+the size of a shard.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 
 from hf_zero.system.folder import Folder
 from hf_zero.system.object_store import ObjectPath, Place, tried
+from hf_zero.system.parted_upload import PartPool
 
 T = TypeVar("T")
 
@@ -22,11 +24,15 @@ STREAMS = 4  # objects that one rank writes at a time: masters, both moments, an
 class Uploads:
     """Writer of the objects of one save; it has the methods of ``Disk``."""
 
+    def __init__(self) -> None:
+        self._parts = PartPool()
+
     def __enter__(self) -> Uploads:
+        self._parts.__enter__()
         return self
 
-    def __exit__(self, *_outcome: object) -> None:
-        pass
+    def __exit__(self, *outcome: object) -> None:
+        self._parts.__exit__(*outcome)
 
     def each(self, works: Mapping[str, Callable[[], T]]) -> dict[str, T]:
         """Return the results of ``works``, of which up to ``STREAMS`` run at a time in threads.
@@ -52,7 +58,7 @@ class Uploads:
         """Write the new object ``path`` of ``nbytes`` in a context; the complete object becomes visible when the context ends."""
         if not isinstance(path, ObjectPath):
             raise TypeError(f"{path} is no object of a store")
-        with path.writing(nbytes) as file:
+        with path.writing(nbytes, self._parts) as file:
             yield ObjectFile(file)
 
     def sync(self) -> None:
