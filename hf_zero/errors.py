@@ -88,3 +88,7 @@ class Preempted(SystemExit):
 
     def __init__(self) -> None:
         super().__init__(PREEMPTED_STATUS)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what pickle needs: the class alone, because it takes no arguments."""
+        return type(self), ()

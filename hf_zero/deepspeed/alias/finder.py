@@ -52,6 +52,10 @@ class RefusedImportError(UnsupportedError, ImportError):
     def __init__(self, message: str, name: str) -> None:
         ImportError.__init__(self, message, name=name)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what pickle needs: a pool of processes sends its workers' errors, and one that cannot be read again stops the pool."""
+        return type(self), (*self.args, self.name)
+
 
 class AliasModule(types.ModuleType):
     """One module of the alias, which resolves names through the table at first use."""
