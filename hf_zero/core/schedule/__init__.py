@@ -72,7 +72,7 @@ feature adds a class of its own, without a change to this code: other hops (``gr
 (``ReplicatedSum``), another collector (of a pipeline, where autograd adds gradients in the buffer: ``pipeline/added_in_place.py``). On a
 device all of this runs on the stream that the backward began on ([Note: one stream for gradients]).
 
-At stage 0 ``param.grad`` shows the reduced gradient (``core/schedule/shown_gradients.py``, [Note: shown gradients]). Gradients that a
+At stage 0 ``param.grad`` shows the reduced gradient (``core/schedule/read_gradients.py``, [Note: shown gradients]). Gradients that a
 script assigns to it are found at the boundary (``core/step/written.py``); their mean over ranks replaces the reduced gradient.
 At stages 1 to 3 a read of ``param.grad`` gathers it, or warns (``core/schedule/read_gradients.py``, [Note: read gradients]).
 Other code than a script's reads torch's own gradient through ``gradients_of``.
