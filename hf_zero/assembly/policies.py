@@ -11,7 +11,7 @@ import torch
 
 from hf_zero.checkpoint.engine_checkpoints import CheckpointSettings
 from hf_zero.config.schema.root import ZeroConfig
-from hf_zero.core.preemption import PreemptionSettings
+from hf_zero.core.engine_parts import PreemptionSettings
 from hf_zero.core.schedule.block import UnshardLimits
 from hf_zero.core.schedule.gradient_exchanges import ErrorFeedback
 from hf_zero.core.schedule.hops import GradientPolicy

@@ -25,12 +25,11 @@ from hf_zero.core.schedule.backward_phase import BackwardPhase, release_held
 from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.forward_hooks import RAISED, ForwardHooks
 from hf_zero.core.schedule.outside_reads import OutsideReads
-from hf_zero.core.schedule.plain_pickles import make_picklable
-from hf_zero.core.schedule.plain_pickles import undo as undo_picklable
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.schedule import ForwardPhase, UnshardSchedule
 from hf_zero.core.schedule.torch_internals import around_clipping, before_zero_grad, compiled_call, in_backward, is_compiled_wrapper
 from hf_zero.core.units.guards import unguard_unprepared
+from hf_zero.core.units.registration import make_picklable, remove_pickling
 from hf_zero.core.units.sharded_parameter import gradients_of
 from hf_zero.core.units.unit import Unit, find_unit
 from hf_zero.errors import StateError, UnsupportedError
@@ -233,7 +232,7 @@ class Runtime:
         self.backward.detach()
         self._outside_reads.detach()
         _attached.discard(self)
-        undo_picklable(self.module)
+        remove_pickling(self.module)
         if self.module.__dict__.get(_ATTRIBUTE) is self:
             del self.module.__dict__[_ATTRIBUTE]
 
