@@ -17,9 +17,8 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.nodes import TwoHops
 from hf_zero.config.schema.root import ZeroConfig
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
-from hf_zero.core.schedule.gradient_exchanges import NodeExchange, QuantizedExchange, ReplicatedSum
-from hf_zero.core.schedule.gradients import BufferPool, GradientSum, UnitGradients
-from hf_zero.core.schedule.hops import GradientExchange
+from hf_zero.core.schedule.gradient_sums import GradientExchange, GradientSum, NodeExchange, QuantizedExchange, ReplicatedSum
+from hf_zero.core.schedule.gradients import BufferPool, UnitGradients
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.precision import PrecisionPolicy

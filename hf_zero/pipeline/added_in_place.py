@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from hf_zero.core.schedule.gradient_sums import GradientPolicy
 from hf_zero.core.schedule.gradients import BufferPool, Collector
-from hf_zero.core.schedule.hops import GradientPolicy
 from hf_zero.core.units.unit import Unit
 from hf_zero.core.units.whole_buffer import is_only_view
 from hf_zero.pipeline.apply import DividesItself, pipeline_of

@@ -23,7 +23,7 @@ from hf_zero.checkpoint.format.names import (
     values_file,
 )
 from hf_zero.checkpoint.format.records import FileRecord, GroupRecord, LooseRecord, OptimizerRecord, ParamRecord, UnitRecord, check_tp_shard
-from hf_zero.core.schedule.gradient_exchanges import GRADIENT_ERROR
+from hf_zero.core.schedule.gradient_sums import GRADIENT_ERROR
 from hf_zero.core.units.layout import FROZEN
 from hf_zero.errors import CheckpointError
 from hf_zero.onebit.sharded import SERVER_ERROR, WORKER_ERROR

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from hf_zero.core.schedule.gradient_sums import GradientExchange
 from hf_zero.core.schedule.gradients import UnitGradients
-from hf_zero.core.schedule.hops import GradientExchange
 from hf_zero.core.schedule.read_gradients import ShownGradients
 
 _STAYS = nullcontext()

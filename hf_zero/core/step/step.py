@@ -12,7 +12,7 @@ import torch
 
 from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
-from hf_zero.core.schedule.hops import GradientExchange, GradientPolicy
+from hf_zero.core.schedule.gradient_sums import GradientExchange, GradientPolicy
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.stages import StagePolicy
