@@ -27,8 +27,8 @@ from hf_zero.core.units.marks import stages_of
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import UnsupportedError
 from hf_zero.offload.policy import Offloading
-from hf_zero.pipeline.added_in_place import collector_of
 from hf_zero.pipeline.apply import pipeline_of
+from hf_zero.pipeline.train import collector_of
 
 
 class GradientsBuilder:

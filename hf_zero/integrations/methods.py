@@ -37,7 +37,7 @@ STATE = Method(
     "accelerate.state",
     "PartialState.__init__",
     "ranks that mpirun or srun started are not recognised (start with torchrun or hf-zero launch)",
-    around="hf_zero.integrations.ranks:start_state",
+    around="hf_zero.launch.rank:start_state",
 )
 ACCELERATOR_STATE = Method(
     "accelerate.state",

@@ -20,7 +20,7 @@ hold. A weight that several stages hold is a unit of its own, whose gradients ta
 shards (``ReplicatedSum``), and counts once in the norm. Blocks have no hooks in a pipeline: nothing is resharded.
 
 Two properties of the engine exist for pipelines: parameters get several gradients in one backward (``Reducer.piecemeal``), and under a
-schedule forwards and backwards take turns in one micro-step (``BackwardPhase.mixed``). ``added_in_place.py`` collects such gradients.
+schedule forwards and backwards take turns in one micro-step (``BackwardPhase.mixed``). ``train.py`` collects such gradients.
 ``comm/link.py`` sends between two ranks. Under accelerate the stages of a pipeline are given the same samples by
 ``integrations/pipelines.py``. Users' page: docs/pipeline-parallel.md.
 """

@@ -24,8 +24,7 @@ from torch.utils._pytree import tree_leaves
 from hf_zero.sequence_parallel.exchange import exchangeable
 from hf_zero.sequence_parallel.masks import modules_of
 from hf_zero.sequence_parallel.sequence_functions import FUSED, RECURRENCES, functions_in, named, problem_of
-from hf_zero.system.trees import tensors_in
-from hf_zero.tensor_parallel.call_arguments import argument_names
+from hf_zero.system.trees import argument_names, tensors_in
 from hf_zero.tensor_parallel.graph import UNIFORM, Call, Op, Value
 from hf_zero.tensor_parallel.rule import Rule
 from hf_zero.tensor_parallel.skeleton import example_inputs, skeleton

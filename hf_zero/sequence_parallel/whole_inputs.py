@@ -15,7 +15,7 @@ from hf_zero.sequence_parallel.batches import counted_by_adapter, is_medium, lab
 from hf_zero.sequence_parallel.cut_layers import CutLayers
 from hf_zero.sequence_parallel.joining import cut, join
 from hf_zero.sequence_parallel.token_flow import TokenFlow, without_cache
-from hf_zero.tensor_parallel.call_arguments import argument_names
+from hf_zero.system.trees import argument_names
 
 _TOKENS = ("input_ids", "inputs_embeds")
 _LOSS = ("labels", "shift_labels")

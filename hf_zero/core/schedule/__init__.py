@@ -69,7 +69,7 @@ unshards too, the position of a unit in [Note: one order] may make it go before 
 gets the hops of the reduction from the ``GradientExchange`` (``gradient_sums.py``): usually one, the sum over all ranks to the owner.
 ``Reducer._finish`` waits for each hop and starts the next one, and ``GradientSum.add`` adds the result of the last hop to the unit's sum. A
 feature adds a class of its own, without a change to this code: other hops (``QuantizedExchange``, ``onebit/step.py``), another sum
-(``ReplicatedSum``), another collector (of a pipeline, where autograd adds gradients in the buffer: ``pipeline/added_in_place.py``). On a
+(``ReplicatedSum``), another collector (of a pipeline, where autograd adds gradients in the buffer: ``pipeline/train.py``). On a
 device all of this runs on the stream that the backward began on ([Note: one stream for gradients]).
 
 At stage 0 ``param.grad`` shows the reduced gradient (``core/schedule/read_gradients.py``, [Note: shown gradients]). Gradients that a

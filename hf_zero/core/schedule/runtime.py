@@ -20,7 +20,7 @@ from weakref import WeakMethod, WeakSet, ref
 import torch
 from torch import nn
 
-from hf_zero.activation_checkpointing.host_activations import HostActivations, moves_to_host
+from hf_zero.activation_checkpointing.host_activations import HostActivations, mark_residents, moves_to_host
 from hf_zero.core.schedule.backward_phase import BackwardPhase, release_held
 from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.forward_hooks import RAISED, ForwardHooks
@@ -33,7 +33,6 @@ from hf_zero.core.units.registration import make_picklable, remove_pickling
 from hf_zero.core.units.sharded_parameter import gradients_of
 from hf_zero.core.units.unit import Unit, find_unit
 from hf_zero.errors import StateError, UnsupportedError
-from hf_zero.memory.residents import mark_residents
 
 _FEWEST_BLOCKS = 3  # two stay on the device
 _top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # not in every version of torch
