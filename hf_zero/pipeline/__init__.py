@@ -3,8 +3,8 @@
 ``pipeline/``: ``items`` (modules that one stage runs as a whole) → ``flow_trace``, ``flow`` (for each call, the earlier results that it
 depends on through glue alone, from the trace of tensor parallelism) → ``balance``, ``partition`` (``PipelinePlan``: the stage of each call,
 the tensors that cross borders, the holders of each parameter) → ``apply`` (divides a model); ``templates`` (shapes of the results of other
-stages' modules) → ``own_stages`` ([Note: one forward for all stages]) → ``border_types`` ([Note: types under autocast]), ``passes``
-([Note: two passes]) and ``model_stages`` (one stage as torch's ``schedules`` run it) → ``forward``, which replaces ``model.forward``
+stages' modules) → ``own_stages`` ([Note: one forward for all stages]) → ``passes`` ([Note: two
+passes], [Note: types under autocast]) and ``model_stages`` (one stage as torch's ``schedules`` run it) → ``forward``, which replaces ``model.forward``
 ([Note: losses of parts]) until the last engine of the model is destroyed; ``result_shapes``, ``pending`` (logits that may never be read;
 hooks on them wait for the values), ``generation``, ``train``. ``held`` describes a model of which a rank has loaded its own
 stages alone ([Note: held stages]). ``integrations/stage_loads.py`` does that loading ([Note: reading a stage]); it finds the names in the

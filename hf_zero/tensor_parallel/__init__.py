@@ -13,7 +13,7 @@ plan: ``apply``, ``functions``, ``logits`` (the loss from parts of the vocabular
 a plan for an engine; ``same_data`` compares the inputs of the ranks of a group; ``call_arguments`` serves both halves. [Note: how a plan
 is found] lists the steps. A parameter that is a part is marked (``core/units/marks.py``); checkpoints and saving read the mark. Reads
 outside of the layer get the whole parameter ([Note: whole reads]; the guards are in ``core/schedule/outside_reads.py``, at every stage).
-``integrations/metrics_once.py`` lets accelerate's metrics count each sample once.
+``integrations/metrics.py`` lets accelerate's metrics count each sample once.
 """
 
 from __future__ import annotations
