@@ -3,12 +3,12 @@
 ``pipeline/``: ``items`` (modules that one stage runs as a whole) → ``flow_trace``, ``flow`` (for each call, the earlier results that it
 depends on through glue alone, from the trace of tensor parallelism) → ``balance``, ``partition`` (``PipelinePlan``: the stage of each call,
 the tensors that cross borders, the holders of each parameter) → ``apply`` (divides a model); ``templates`` (shapes of the results of other
-stages' modules) → ``own_stages`` ([Note: one forward for all stages]) → ``passes`` ([Note: two
-passes], [Note: types under autocast]) and ``model_stages`` (one stage as torch's ``schedules`` run it) → ``forward``, which replaces ``model.forward``
-([Note: losses of parts]) until the last engine of the model is destroyed; ``result_shapes``, ``pending`` (logits that may never be read;
-hooks on them wait for the values), ``generation``, ``train``. ``held`` describes a model of which a rank has loaded its own
-stages alone ([Note: held stages]). ``integrations/stage_loads.py`` does that loading ([Note: reading a stage]); it finds the names in the
-checkpoint files as expert parallelism does (``checkpoint_slices``).
+stages' modules) → ``own_stages`` ([Note: one forward for all stages]) → ``passes`` ([Note: two passes], [Note: types under autocast]) and
+``model_stages`` (one stage as torch's ``schedules`` run it) → ``forward``, which replaces ``model.forward`` ([Note: losses of parts]) until
+the last engine of the model is destroyed; ``result_shapes``, ``pending`` (logits that may never be read; hooks on them wait for the
+values), ``generation``, ``train``. ``held`` describes a model of which a rank has loaded its own stages alone ([Note: held stages]).
+``integrations/stage_loads.py`` does that loading ([Note: reading a stage]); it finds the names in the checkpoint files as expert
+parallelism does (``checkpoint_slices``).
 
 The stages are the outermost axis of the ranks (``comm/axes.py``). ``Topology.model`` is all ranks that hold one model together, over
 stages and tensor parallelism; ``pipe`` and ``tensor`` are its two parts. Tensor and expert parallelism work on ``Topology.layers``. The
