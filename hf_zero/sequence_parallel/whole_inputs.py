@@ -43,8 +43,9 @@ class WholeInputs:
         self._takes_positions = "position_ids" in inspect.signature(base.forward).parameters
         if self._why_whole and flow.last_calls > 1:
             raise UnsupportedError(
-                f"sequence parallelism: {type(base).__name__} needs whole sequences behind its layers ({self._why_whole}), and calls the "
-                f"last one, {flow.last}, {flow.last_calls} times"
+                f"sequence parallelism: after its layers {type(base).__name__} needs whole sequences ({self._why_whole}), which are joined "
+                f"after the last layer, {flow.last}; but one forward calls this layer {flow.last_calls} times, and one call is allowed. "
+                "Remove sequence_parallel_size for this model"
             )
         self.layers = CutLayers(model, attention, flow, bool(self._why_whole))
         _tell_cost(type(base).__name__, flow, self._why_whole)

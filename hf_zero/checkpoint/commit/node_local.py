@@ -32,11 +32,11 @@ _WINDOW_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Disks:
-    """Which ranks see one disk.
+    """Division of the ranks into groups that write to one disk, each with a leader.
 
     Attributes:
-        leaders: For each rank the one that makes and completes the folder it writes into.
-        rank: This one.
+        leaders: For each rank the leader of its disk, which makes and completes the folder that the rank writes into.
+        rank: This rank.
     """
 
     leaders: tuple[int, ...]

@@ -113,7 +113,7 @@ def clear(save_dir: Path, tag: str, job: Collection[Process] = ()) -> None:
 
 
 def _refuse_foreign(final: Path) -> None:
-    """Refuses to replace what is no checkpoint of ours."""
+    """Raise unless ``final`` is absent or a folder that a save of hf_zero may replace."""
     advice = "choose another tag, or move it away"
     if final.is_symlink():
         raise CheckpointError(f"{final} is a link; {advice}")

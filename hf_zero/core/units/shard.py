@@ -298,6 +298,7 @@ class Derived:
     ``GatheredParameters`` ends, and at the begin and the end of the pass of a forward, and all drop the values if any rank has noted a
     change. If a unit is gathered between a change and the next exchange (a block that is called alone), the values are outdated: the next
     step raises on all ranks.
+
     Attributes:
         changed_here: Whether this rank has changed its shard since the ranks last exchanged their notes.
         outdated: Whether a gather has used values that did not fit this rank's shard.
