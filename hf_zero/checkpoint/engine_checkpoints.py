@@ -72,7 +72,7 @@ class CheckpointSettings:
 
 
 class EngineCheckpoints:
-    """Writes and reads the checkpoints of one engine.
+    """Writer and reader of the checkpoints of one engine.
 
     Args:
         settings: Settings of the checkpoints.
@@ -207,7 +207,7 @@ class EngineCheckpoints:
     def load(
         self, engine: Engine, load_dir: str | os.PathLike[str], tag: Any, custom: Callable[..., Any] | None, **wanted: bool
     ) -> Restored | None:
-        """Loads into the parts of ``engine``; see ``Engine.load_checkpoint``. ``wanted``: flags of ``LoadRequest``."""
+        """Load a checkpoint into the parts of ``engine``; see ``Engine.load_checkpoint``. ``wanted``: flags of ``LoadRequest``."""
         settings = self._settings
 
         def ask() -> tuple[LoadRequest, TrainingState]:
@@ -295,11 +295,11 @@ class EngineCheckpoints:
         self.rewinds.go_back(engine, state, self.snapshots, self._settings.pickle_client_state)
 
     def load_averages(self, engine: Engine, folder: str, averages: AveragedWeights) -> None:
-        """Reads averages that were made after ``folder`` was loaded; see ``load.load_averages``."""
+        """Read averages that were made after ``folder`` was loaded; see ``load.load_averages``."""
         load_averages(self.state_of(engine), place_of(folder), averages)
 
     def wait(self) -> None:
-        """Waits until a checkpoint that is written in the background is complete; collective.
+        """Wait until a checkpoint that is written in the background is complete; collective.
 
         Raises:
             CheckpointError: It could not be written; on every rank, with the same text.
@@ -308,7 +308,7 @@ class EngineCheckpoints:
             self.background.finish(self.everyone())
 
     def close(self) -> None:
-        """Lets go of what writes in the background, and removes the snapshots; local."""
+        """Drop the background writer, and remove the snapshots; local."""
         if self.snapshots is not None:
             self.snapshots.close()
         if self.background is not None:

@@ -69,7 +69,7 @@ class SaveRequest:
 
 
 def save_checkpoint(state: TrainingState, request: SaveRequest, background: Background | None = None) -> Place:
-    """Writes ``<save_dir>/<tag>/``, complete or not at all; collective.
+    """Write ``<save_dir>/<tag>/``, complete or not at all; collective.
 
     Nothing is written when a value cannot be saved. When a rank fails, all raise and what was there before stays.
 
@@ -280,7 +280,7 @@ class _Save:
         }
 
     def settle(self, request: SaveRequest, differs: bool) -> None:
-        """Takes the request that holds; ``differs``: this rank's client state is not rank 0's."""
+        """Complete the files of the save for the ``request`` that all ranks have agreed on; ``differs``: this rank's client state is not rank 0's."""
         state, self._state = self._state, None
         if state is None:
             raise CheckpointError("a save is prepared once")
@@ -315,7 +315,7 @@ class _Save:
         self._direct = self._write(direct)
 
     def write_files(self) -> Written:
-        """Writes this rank's files and forces them to the disk."""
+        """Write this rank's files and force them to the disk."""
         records = {**self._direct, **self._write(self.files)}
         self.files = {}
         return Written(records, self._client_state)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Turns a ZeRO checkpoint into whole fp32 weights, on one machine, without process group or GPU.
+"""Turn a ZeRO checkpoint into whole fp32 weights, on one machine, without process group or GPU.
 
 A copy of this file lies beside every checkpoint. It needs torch, numpy and safetensors, and fsspec if CHECKPOINT_DIR is a URL (s3://...):
 
@@ -48,7 +48,7 @@ _FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
 
 class Checkpoint:
-    """Reads whole parameters out of the shards of one checkpoint folder.
+    """Reader of whole parameters from the shards of one checkpoint folder.
 
     Args:
         checkpoint_dir: Folder that holds the folder of the tag.
@@ -319,7 +319,7 @@ class _Refused(ValueError):
 
 @contextmanager
 def _reading(path: str) -> Iterator[None]:
-    """Turns whatever a broken file makes of an attempt to read it into a ValueError that names it."""
+    """Turn each error that a broken file causes while it is read into a ValueError that names the file."""
     try:
         yield
     except (_Refused, FileNotFoundError):
@@ -466,7 +466,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     exclude_frozen_parameters: bool = False,
     dtype: str = "fp32",
 ) -> None:
-    """Writes the whole weights, holding at most one output file in memory: safetensors, unless files of torch's are asked for.
+    """Write the whole weights, with at most one output file in memory: as safetensors, unless files of torch are requested.
 
     Args:
         checkpoint_dir: As above.
@@ -508,7 +508,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: torch.nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> torch.nn.Module:
-    """Loads the whole fp32 weights of a checkpoint into a plain model on the CPU, and returns it.
+    """Load the whole fp32 weights of a checkpoint into a plain model on the CPU, and return the model.
 
     Raises:
         FileNotFoundError, ValueError: There is no such checkpoint, or it is damaged.
@@ -525,7 +525,7 @@ def _file_or_folder(output: str) -> str:
 
 
 def _save(checkpoint: Checkpoint, names: list[str], path: str) -> list[str]:
-    """Writes one file; returns the names in it."""
+    """Write one file; return the names in it."""
     tensors = {name: checkpoint.to_write(name) for name in names}
     with _replacing(path) as made:
         if path.endswith(_TORCH_ENDINGS):

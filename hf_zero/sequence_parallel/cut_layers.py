@@ -38,7 +38,7 @@ _LIBRARY = "transformers.models."
 
 
 class Layers(Protocol):
-    """What this file needs of ``CutLayers``."""
+    """The part of ``CutLayers`` that this file uses."""
 
     length: int
 

@@ -169,7 +169,7 @@ class _Passed:
 
 @dataclass(frozen=True)
 class _Coming:
-    """What is under way from the previous rank."""
+    """Tensors on their way from the previous rank."""
 
     pending: Pending
     passed: _Passed

@@ -130,7 +130,7 @@ class _TokenTracer(Tracer):
     # -- operations ---------------------------------------------------------------------------------------------------
 
     def record(self, name: str, args: Any, kwargs: dict[str, Any], outputs: list[torch.Tensor], mutates: bool, pointwise: bool) -> None:
-        """Writes down one operation, and whether it mixes tokens."""
+        """Record one operation, and whether it mixes tokens."""
         inputs = [self.value(tensor) for _, tensor in tensors_in([args, kwargs])]
         tokens = self.leaves_of_tokens()
         with_tokens = [value for value in inputs if self.places(value, tokens)]
@@ -238,7 +238,7 @@ class _TokenTracer(Tracer):
             self.sliced.update(value for value in outputs if self.places(value, tokens))
 
     def attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-        """Writes down attention of the interface as one operation; (batch, tokens, heads, width)."""
+        """Record attention of the interface as one operation; (batch, tokens, heads, width)."""
         if self.silent:
             return torch.empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3]), dtype=query.dtype, device=query.device)
         values = [self.value(tensor) for tensor in (query, key, value)]

@@ -23,7 +23,7 @@ _SHARED_LOSS = "ForCausalLMLoss"  # transformers' own, which takes labels that w
 
 
 class WholeInputs:
-    """What a model's forward gets and gives where its layers are cut.
+    """Conversion of the arguments and the result of a model's forward whose layers run on slices.
 
     Attributes:
         layers: The hooks inside.

@@ -26,7 +26,7 @@ _PART = re.compile(r"\.(.+)\.[0-9a-f]{8}\.part")
 
 
 def check_tag(tag: str) -> str:
-    """Returns ``tag`` when it can name a folder.
+    """Return ``tag`` if it can name a folder.
 
     Raises:
         CheckpointError: It is empty, hidden, or more than one path component.

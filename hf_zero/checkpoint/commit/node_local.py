@@ -56,7 +56,7 @@ class Disks:
 
 
 def begin(net: Collectives, what: str, place: tuple[Path, str], number: str, job: Collection[Process]) -> Disks:
-    """Makes the hidden folder on every node's disk; collective.
+    """Make the hidden folder on every node's disk; collective.
 
     Args:
         net: All ranks.
@@ -101,7 +101,7 @@ def _leader(folder: Path) -> int:
 
 
 def share(net: Collectives, disks: Disks, what: str, folder: Path, written: list[Mapping[str, FileRecord]]) -> None:
-    """Copies the files that every rank may read to the disks that lack them; collective.
+    """Copy the files that every rank may read to the disks that lack them; collective.
 
     Args:
         net: All ranks.

@@ -164,7 +164,7 @@ class Disk:
         work()
 
     def give_back(self, buffer: mmap.mmap) -> None:
-        """Takes a buffer that nothing is to be written from."""
+        """Take back a buffer whose bytes will not be written."""
         if self._free is not None:
             self._free.append(buffer)
 
@@ -252,7 +252,7 @@ class DiskFile:
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Gives an ``OSError`` the name of the file, and removes that."""
+        """Add the name of the file to an ``OSError``, and remove the file."""
         try:
             yield
         except OSError as error:
@@ -268,7 +268,7 @@ def _aligned() -> mmap.mmap:
 
 
 def _put(descriptor: int, data: memoryview, position: int) -> None:
-    """Writes all of ``data`` at ``position``."""
+    """Write all of ``data`` at ``position``."""
     refused = False
     while data:
         try:

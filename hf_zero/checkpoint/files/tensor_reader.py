@@ -144,7 +144,7 @@ class Copy:
 
 
 class RangeReader:
-    """Reads ranges of the tensors of one folder, a window at a time, and verifies each chunk it touches.
+    """Reader of ranges of the tensors of one folder, a window at a time; it verifies the checksum of each chunk.
 
     Attributes:
         bytes_read: Bytes read from files so far.

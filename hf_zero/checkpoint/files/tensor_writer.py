@@ -78,7 +78,7 @@ def write_tensor_file(
     disk: Disk | Uploads | None = None,
     folder: Folder | None = None,
 ) -> FileRecord:
-    """Writes a new safetensors file and forces it to the disk.
+    """Write a new safetensors file and force it to the disk.
 
     Tensors pass through a window of 4 MiB at a time; none is copied whole.
 

@@ -119,7 +119,7 @@ class Handle(Protocol):
 
 
 class Runtime:
-    """Turns forwards of modules and events of autograd into unshards, reshards and reductions.
+    """Translator of forwards of modules and events of autograd into unshards, reshards and reductions.
 
     Attributes:
         module: The user's module.
