@@ -280,7 +280,7 @@ class _Save:
         }
 
     def settle(self, request: SaveRequest, differs: bool) -> None:
-        """Complete the files of the save for the ``request`` that all ranks have agreed on; ``differs``: this rank's client state is not rank 0's."""
+        """Complete the files for the ``request`` that all ranks agreed on; ``differs``: this rank's client state is not rank 0's."""
         state, self._state = self._state, None
         if state is None:
             raise CheckpointError("a save is prepared once")
