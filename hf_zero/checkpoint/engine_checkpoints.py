@@ -52,7 +52,7 @@ class CheckpointSettings:
         tag_validation: Reaction to different tags on different ranks: "fail", "warn" or "ignore".
         pickle_client_state: Pickle values of a client state that nothing else can keep, and read such.
         masters_from_fp32: Without optimizer states, take masters from the saved fp32 values; else from the training type.
-        url: Place in an object store of what would go to local folders; empty for none.
+        url: Place in an object store that replaces the local folders; empty for none.
         snapshot_steps: Optimizer steps between two snapshots in host memory; 0 for none.
         snapshot_folder: Folder that snapshots go to; empty for the system's shared memory.
         rewinds: The engine goes back to saved states after spikes.
@@ -211,7 +211,7 @@ class EngineCheckpoints:
         settings = self._settings
 
         def ask() -> tuple[LoadRequest, TrainingState]:
-            # What a script has assigned (``param.data = value``) would take the place of what is loaded.
+            # A value that a script has assigned (``param.data = value``) would replace the loaded one.
             WrittenValues(engine.units, self._collectives.data, engine.runtime.idle).agree(self._collectives.data)
             request = LoadRequest(
                 self._place(load_dir, "load_dir"),
@@ -354,11 +354,11 @@ class EngineCheckpoints:
 
     @property
     def url(self) -> str:
-        """Return the URL of what would go to local folders; empty if it goes there."""
+        """Return the URL that replaces the local folders; empty if checkpoints go to these."""
         return self._settings.url
 
     def place_for(self, folder: str | os.PathLike[str]) -> ObjectPath:
-        """Return the place in the store of what would go to a local folder: below the URL, with the last name of the folder.
+        """Return the place in the store that replaces a local folder: below the URL, with the last name of the folder.
 
         Raises:
             CheckpointError: There is no store.
@@ -394,7 +394,7 @@ def _folder(given: Any, argument: str) -> str:
 
 
 def _check_url(settings: CheckpointSettings) -> None:
-    """Refuse what is no URL, and a disk of its own on every node."""
+    """Raise if ``hf_zero.checkpoint_url`` is no URL, or if every node saves to a disk of its own."""
     if not is_url(settings.url):
         raise ConfigError(f"hf_zero.checkpoint_url is {settings.url!r}, allowed is a URL such as 's3://bucket/run'")
     if settings.node_local:

@@ -71,7 +71,7 @@ class SaveRequest:
 def save_checkpoint(state: TrainingState, request: SaveRequest, background: Background | None = None) -> Place:
     """Write ``<save_dir>/<tag>/``, complete or not at all; collective.
 
-    Nothing is written when a value cannot be saved. When a rank fails, all raise and what was there before stays.
+    Nothing is written if a value cannot be saved. If a rank fails, all ranks raise, and the former checkpoint stays.
 
     Args:
         state: State to save.
@@ -246,7 +246,7 @@ class _Save:
     Attributes:
         request: Rank 0's, with this rank's client state.
         files: Files to write.
-        head: The index without what the other ranks add; on rank 0.
+        head: The index without the entries that other ranks add; on rank 0.
     """
 
     request: SaveRequest

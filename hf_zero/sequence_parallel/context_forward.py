@@ -225,7 +225,7 @@ class DividedForwards(BoundForwards):
         return output
 
     def _with_whole_tokens(self, output: Any) -> Any:
-        """Return ``output`` with what it has per token made whole, without the tokens that were added."""
+        """Return ``output`` with its values per token joined to whole sequences, without the tokens that were added."""
 
         def whole(value: Any) -> Any:
             if isinstance(value, tuple):

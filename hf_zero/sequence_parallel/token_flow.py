@@ -391,7 +391,7 @@ def _findings(tracer: _TokenTracer) -> TokenFlow:
 
 
 def _inputs(model: nn.Module, multiple: int = 1) -> dict[str, torch.Tensor]:
-    """Return a call of a length that nothing else in the model has: what has it are tokens."""
+    """Return a call with a number of tokens that no other dimension in the model has, so that a dimension of this size is one of tokens."""
     taken = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
     taken |= {value for module in model.modules() for value in vars(module).values() if isinstance(value, int)}
     length = next(length * multiple for length in _LENGTHS if length * multiple not in taken)

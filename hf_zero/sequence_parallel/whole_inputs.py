@@ -1,4 +1,4 @@
-"""Inputs of a forward whose layers are cut: whole sequences for what comes before the layers, slices or wholes for the loss."""
+"""Inputs of a forward whose layers are cut: whole sequences for the modules before the layers, slices or whole sequences for the loss."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class WholeInputs:
         return (), given
 
     def leave(self, output: Any) -> Any:
-        """Return what the forward gives, with logits of the slice."""
+        """Return the result of the forward, with logits of the slice."""
         logits = getattr(output, "logits", None)
         if isinstance(logits, torch.Tensor) and logits.dim() == 3 and logits.shape[1] == self.layers.length:
             output["logits"] = cut(self._collectives, logits, 1)
@@ -108,7 +108,7 @@ class WholeInputs:
             )
 
     def _set_labels(self, given: dict[str, Any]) -> None:
-        """Give the loss what it can use: shifted labels of the slice, or the labels of whole sequences."""
+        """Set the labels that the loss can use: shifted labels of the slice, or the labels of whole sequences."""
         if not self._why_whole:
             return
         if not self._own_loss:  # the loss that all share takes labels that were shifted before

@@ -67,7 +67,7 @@ class Task:
         what: For messages.
         target: Where it goes.
         write: Writes this rank's files.
-        commit: Completes the checkpoint, on rank 0; gets what every rank told before and what it has written.
+        commit: Completes the checkpoint, on rank 0; gets the facts that every rank sent before, and the files that it has written.
         everywhere: Does all of that on every rank, over a network of its own, where ranks have no folder in common; None otherwise.
     """
 
@@ -84,7 +84,7 @@ class Background:
     Args:
         rank: This process among those that save together.
         timeout: Seconds without any progress after which rank 0 stops waiting for another rank.
-        limit_bytes: Host memory for the copy; what does not fit is written before ``save_checkpoint`` returns. None: no limit.
+        limit_bytes: Host memory for the copy; tensors that do not fit are written before ``save_checkpoint`` returns. None: no limit.
         promised: A save that is lost at the end of the process changes its exit status.
     """
 

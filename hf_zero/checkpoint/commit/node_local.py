@@ -203,7 +203,7 @@ def find(net: Collectives, what: str, load_dir: Path, tag: str | None) -> Path |
         The folder on this rank's disk; None when no tag is given and no node has anything.
 
     Raises:
-        CheckpointError: There is none that all nodes have; on every rank, naming what each node has.
+        CheckpointError: No checkpoint is on all nodes; on every rank, with the checkpoints of each node.
     """
     here: dict[tuple[str, str], Path] = {}
 

@@ -232,7 +232,7 @@ def abandon(folder: Path) -> None:
     own_files.remove_folder(folder, is_ours)
 
 
-# -- what has been replaced -------------------------------------------------------------------------------------------
+# -- replaced checkpoints ---------------------------------------------------------------------------------------------
 
 
 def drop_previous(save_dir: Path) -> None:

@@ -146,7 +146,7 @@ def planned_index(source: Source, tag: str) -> tuple[Encoder, Index]:
     """Return the future index without its files, and the encoder that holds the tensors of its values.
 
     Raises:
-        CheckpointError: A value cannot be saved, or the source says what no run can have been; names the source.
+        CheckpointError: A value cannot be saved, or the source has numbers that no run can have saved; names the source.
     """
     with reading(source.what, CheckpointError):
         encoder = Encoder()

@@ -192,7 +192,7 @@ class DiskFile:
     direct: bool
 
     def __post_init__(self) -> None:
-        self._position = 0  # of what the buffer begins with
+        self._position = 0  # place in the file of the buffer's first byte
         self._begun = 0  # bytes that the kernel was asked to store
         self._buffer: mmap.mmap | None = None
         self._filled = 0
