@@ -28,7 +28,7 @@ class PrintableStream:
         self.terminal = stream
 
     def write(self, text: str) -> int:
-        """Writes ``text``; returns how many characters that is."""
+        """Write ``text``; return the number of its characters."""
         self.terminal.write(printable(text))
         return len(text)
 

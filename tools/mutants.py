@@ -112,9 +112,7 @@ def main() -> int:
         ("fault", "module", "found by", "s"),
         rows,
     )
-    table.print()
-    if arguments.json:
-        table.save(arguments.json)
+    table.publish(arguments.json)
     return found < len(rows)
 
 

@@ -252,9 +252,7 @@ def main() -> int:
         columns=["contender", "MiB", *COLUMNS.values(), *TARGETS],
         rows=rows_of(contenders),
     )
-    table.print()
-    if arguments.json:
-        table.save(arguments.json)
+    table.publish(arguments.json)
     return 0
 
 

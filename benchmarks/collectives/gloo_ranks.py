@@ -99,9 +99,7 @@ def main() -> int:
     command = " ".join(["python", "benchmarks/collectives/gloo_ranks.py", *sys.argv[1:]])
     columns = ("unit", *WAYS, "open files of a rank")
     result = ResultTable("Reductions and gathers on gloo", command, TEXT.format(rounds=arguments.rounds), columns, rows)
-    result.print()
-    if arguments.json:
-        result.save(arguments.json)
+    result.publish(arguments.json)
     return 0
 
 

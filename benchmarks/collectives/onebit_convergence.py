@@ -142,9 +142,7 @@ def main() -> int:
     command += " --plot docs/onebit-convergence.png"
     figure = arguments.plot.name if arguments.plot else ""
     table = ResultTable("1-bit Adam's loss beside Adam's", command, text, columns, rows, figure)
-    table.print()
-    if arguments.json:
-        table.save(arguments.json)
+    table.publish(arguments.json)
     if arguments.plot:
         draw(curves, arguments.plot)
     return 0 if ends["onebit"] <= LIMIT * ends["adam"] else 1

@@ -349,9 +349,7 @@ def main() -> int:
         rows,
         figure,
     )
-    table.print()
-    if arguments.json:
-        table.save(arguments.json)
+    table.publish(arguments.json)
     if arguments.plot:
         figures.two_nodes(asdict(table), arguments.plot)
     missed = targets(known, arguments.rates)

@@ -46,6 +46,12 @@ class ResultTable:
             table.add_row(*row)
         Console().print(table)
 
+    def publish(self, path: Path | None) -> None:
+        """Print the table, and save it at ``path`` unless that is None."""
+        self.print()
+        if path is not None:
+            self.save(path)
+
     def save(self, path: Path) -> None:
         """Write the JSON file from which the page is made."""
         path.parent.mkdir(parents=True, exist_ok=True)

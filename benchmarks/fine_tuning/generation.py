@@ -147,9 +147,7 @@ def main() -> int:
         times = torch.load(f"{folder}/times.pt", weights_only=True)
     parameters = sum(parameter.numel() for parameter in build(arguments).parameters())
     result = table(times, arguments, parameters)
-    result.print()
-    if arguments.json:
-        result.save(arguments.json)
+    result.publish(arguments.json)
     return 0
 
 

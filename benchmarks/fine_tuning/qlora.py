@@ -264,9 +264,7 @@ def main() -> None:
             mp.spawn(worker, args=(arguments, name, world, folder), nprocs=world)
             found[name] = json.loads(Path(f"{folder}/{name}.json").read_text())
     result = table(found, arguments, parameters)
-    result.print()
-    if arguments.json:
-        result.save(arguments.json)
+    result.publish(arguments.json)
 
 
 if __name__ == "__main__":

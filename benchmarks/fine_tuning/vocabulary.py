@@ -198,9 +198,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     result = table(arguments)
-    result.print()
-    if arguments.json:
-        result.save(arguments.json)
+    result.publish(arguments.json)
 
 
 if __name__ == "__main__":

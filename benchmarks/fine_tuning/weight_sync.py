@@ -210,9 +210,7 @@ def main() -> None:
     with torch.device("meta"):
         parameters = sum(param.numel() for param in build(arguments).parameters())
     result = table(found, arguments, parameters)
-    result.print()
-    if arguments.json:
-        result.save(arguments.json)
+    result.publish(arguments.json)
 
 
 if __name__ == "__main__":

@@ -93,9 +93,7 @@ def main() -> int:
         ["sequences", "s/step", "against allgather", "sent, MiB", "by formula", "memory, MiB per rank", "against one rank"],
         rows(contenders, arguments, size),
     )
-    table.print()
-    if arguments.json:
-        table.save(arguments.json)
+    table.publish(arguments.json)
     return 0
 
 

@@ -214,9 +214,7 @@ def main() -> int:
     command = "python -m benchmarks.offload.offload --nvme /path/on/a/local/disk"
     command += " --peer-python /path/to/venv/bin/python" if arguments.peer_python else ""
     table = ResultTable("Offload on CPU ranks", command, text, columns, rows)
-    table.print()
-    if arguments.json:
-        table.save(arguments.json)
+    table.publish(arguments.json)
     return 0
 
 

@@ -220,9 +220,7 @@ def main() -> int:
         columns=COLUMNS,
         rows=cells,
     )
-    result.print()
-    if arguments.json:
-        result.save(arguments.json)
+    result.publish(arguments.json)
     return 0
 
 

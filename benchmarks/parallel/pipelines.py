@@ -399,9 +399,7 @@ def main() -> int:
     """Measure and print."""
     arguments = parse()
     result = {"peers": with_peers, "pairs": pairs, "bubbles": bubbles, "memory": memory, "link": over_link}[arguments.what](arguments)
-    result.print()
-    if arguments.json:
-        result.save(arguments.json)
+    result.publish(arguments.json)
     return 0
 
 

@@ -152,9 +152,7 @@ def main() -> int:
         ["sequences", "tokens/s", "against slices of hf_zero", "peak of a step, MiB per rank", "against slices of hf_zero"],
         rows(contenders, arguments.lengths, arguments.rounds),
     )
-    table.print()
-    if arguments.json:
-        table.save(arguments.json)
+    table.publish(arguments.json)
     return 0
 
 

@@ -247,9 +247,7 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     arguments = parse()
     table = accounts() if arguments.accounts else times(arguments, {name: getattr(arguments, name) for name in SIZES})
-    table.print()
-    if arguments.json:
-        table.save(arguments.json)
+    table.publish(arguments.json)
     return 0
 
 

@@ -115,9 +115,7 @@ def main() -> int:
     arguments = parse()
     console = Console(stderr=True)
     result = table({blocks: measure(blocks, arguments, console) for blocks in arguments.blocks}, arguments)
-    result.print()
-    if arguments.json:
-        result.save(arguments.json)
+    result.publish(arguments.json)
     return 0
 
 

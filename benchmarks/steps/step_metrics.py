@@ -174,9 +174,7 @@ def main() -> None:
         columns=["what", "value", "of"],
         rows=rows,
     )
-    table.print()
-    if options.json:
-        table.save(options.json)
+    table.publish(options.json)
 
 
 if __name__ == "__main__":

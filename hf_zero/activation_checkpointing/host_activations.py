@@ -14,6 +14,7 @@ copied, or, for a tensor without a copy, when it is read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import ReferenceType, ref
@@ -25,7 +26,6 @@ from torch.nn import Parameter
 from hf_zero.errors import StateError
 from hf_zero.memory.buffers import HostMemory, HostPool
 from hf_zero.memory.copies import CopyLane, Mark
-from hf_zero.memory.residents import is_resident
 from hf_zero.system.planning import has_values
 
 LEAST_BYTES = 4096
@@ -363,3 +363,27 @@ def _changed(shape: Iterable[int]) -> StateError:
         "read it, while activations are moved to the host (save_on_cpu, activation_offloading, offload of gradient checkpointing, "
         "cpu_checkpointing). Compute into a new tensor, or clone the tensor before the operation"
     )
+
+
+_MARK = "_hf_zero_stays"  # attribute of a storage; torch keeps the storage's object as long as the storage
+
+
+def mark_resident(tensor: torch.Tensor) -> None:
+    """Mark device memory that must not be moved to the host; the mark stays when its storage is freed and allocated again.
+
+    Autograd functions save weights, and views of them, together with activations. The engine frees and gathers a unit's whole buffer
+    itself: a copy of a weight on the host would be a second copy of the model in each forward, and would free no memory on the device.
+    """
+    setattr(tensor.untyped_storage(), _MARK, True)
+
+
+def mark_residents(tensors: Iterable[torch.Tensor]) -> None:
+    """Mark the memory of ``tensors``; skip those without their own storage (sparse tensors, subclasses)."""
+    for tensor in tensors:
+        with suppress(RuntimeError, NotImplementedError):
+            mark_resident(tensor)
+
+
+def is_resident(tensor: torch.Tensor) -> bool:
+    """Return whether the memory of ``tensor``, which may be a view, is marked."""
+    return getattr(tensor.untyped_storage(), _MARK, False)

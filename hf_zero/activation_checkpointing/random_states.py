@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-from hf_zero.comm.device import default_device
+from hf_zero.comm.process_groups import default_device
 from hf_zero.errors import StateError
 
 MODEL_PARALLEL = "model-parallel-rng"

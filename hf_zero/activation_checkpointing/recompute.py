@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from hf_zero.activation_checkpointing.host_activations import HostActivations
 from hf_zero.activation_checkpointing.random_states import random_states
 from hf_zero.comm.collectives import Collectives
-from hf_zero.comm.device import default_device
+from hf_zero.comm.process_groups import default_device
 from hf_zero.config.schema.storage import ActivationCheckpointing
 from hf_zero.observe import log_rank0, span
 

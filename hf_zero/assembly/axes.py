@@ -22,8 +22,7 @@ from hf_zero.pipeline.apply import divide_layers, plan_pipeline, put_forward
 from hf_zero.sequence_parallel.attention import standing_in, trade_in_attention
 from hf_zero.sequence_parallel.forward import SliceSettings
 from hf_zero.sequence_parallel.state import ContextParallel, SequenceParallel, sequence_groups, sequence_parallel_of
-from hf_zero.tensor_parallel.own_layers import mark_own_layers
-from hf_zero.tensor_parallel.split import is_split, model_topology, split_model
+from hf_zero.tensor_parallel.split import is_split, mark_own_layers, model_topology, split_model
 
 
 @dataclass(frozen=True)

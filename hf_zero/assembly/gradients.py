@@ -17,9 +17,8 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.nodes import TwoHops
 from hf_zero.config.schema.root import ZeroConfig
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
-from hf_zero.core.schedule.gradient_exchanges import NodeExchange, QuantizedExchange, ReplicatedSum
-from hf_zero.core.schedule.gradients import BufferPool, GradientSum, UnitGradients
-from hf_zero.core.schedule.hops import GradientExchange
+from hf_zero.core.schedule.gradient_sums import GradientExchange, GradientSum, NodeExchange, QuantizedExchange, ReplicatedSum
+from hf_zero.core.schedule.gradients import BufferPool, UnitGradients
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.precision import PrecisionPolicy
@@ -28,8 +27,8 @@ from hf_zero.core.units.marks import stages_of
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import UnsupportedError
 from hf_zero.offload.policy import Offloading
-from hf_zero.pipeline.added_in_place import collector_of
 from hf_zero.pipeline.apply import pipeline_of
+from hf_zero.pipeline.train import collector_of
 
 
 class GradientsBuilder:

@@ -14,7 +14,7 @@ from hf_zero.comm.nodes import Nodes, ranks_of_node
 from hf_zero.config.mesh import EXPERT, SHARD_GROUP, Claim, Mesh, claims_of_config, claims_of_environment, claims_of_pair, solve
 from hf_zero.sequence_parallel.state import sequence_groups
 from hf_zero.tensor_parallel.apply import ranks_of
-from hf_zero.tensor_parallel.own_layers import require_whole
+from hf_zero.tensor_parallel.split import require_whole
 
 sources: list[Callable[[], list[Claim]]] = []
 """Functions by which packages above report what the libraries that they serve know of the mesh."""

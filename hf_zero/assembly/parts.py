@@ -29,12 +29,11 @@ from hf_zero.comm.hang_watch import LongWaits
 from hf_zero.comm.topology import Topology
 from hf_zero.config.resolve import ResolvedConfig
 from hf_zero.config.schema.root import ZeroConfig
-from hf_zero.core.engine_parts import EngineParts
+from hf_zero.core.engine_parts import EngineParts, Preemption
 from hf_zero.core.generation import Generation, PlainGeneration, StandsBefore
 from hf_zero.core.holdings import holdings, loose_tensors
 from hf_zero.core.model_init import warn_if_built_whole
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
-from hf_zero.core.preemption import Preemption
 from hf_zero.core.schedule.backward_phase import begin_inside
 from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.reducer import Reducer
@@ -47,7 +46,7 @@ from hf_zero.core.step.progress import Progress
 from hf_zero.core.step.step import StepKind, Stepper
 from hf_zero.core.step.trained_set import TrainedSet, TrainedUnits
 from hf_zero.core.units.grouping import leaf_module_names, mark_configured, modules_kept_unsharded
-from hf_zero.core.units.listener import ParamListener
+from hf_zero.core.units.marks import ParamListener
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import ConfigError
 from hf_zero.memory import host_memory

@@ -11,10 +11,9 @@ import torch
 
 from hf_zero.checkpoint.engine_checkpoints import CheckpointSettings
 from hf_zero.config.schema.root import ZeroConfig
-from hf_zero.core.preemption import PreemptionSettings
+from hf_zero.core.engine_parts import PreemptionSettings
 from hf_zero.core.schedule.block import UnshardLimits
-from hf_zero.core.schedule.gradient_exchanges import ErrorFeedback
-from hf_zero.core.schedule.hops import GradientPolicy
+from hf_zero.core.schedule.gradient_sums import ErrorFeedback, GradientPolicy
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.precision import LossScaler, PrecisionPolicy
 from hf_zero.core.step.spikes import Spikes

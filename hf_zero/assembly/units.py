@@ -28,8 +28,7 @@ from hf_zero.core.step.precision import KeptTypes, PrecisionPolicy, cast_and_mov
 from hf_zero.core.step.trained_set import Joining
 from hf_zero.core.units.grouping import BlockSpec, NamedParam, build_blocks, build_unit, enclosing, lowest_modules
 from hf_zero.core.units.layout import FROZEN
-from hf_zero.core.units.listener import ParamListener
-from hf_zero.core.units.marks import float8_type, is_elsewhere, is_expert, is_packed, is_wrapped, stages_of, tp_shard_of
+from hf_zero.core.units.marks import ParamListener, float8_type, is_elsewhere, is_expert, is_packed, is_wrapped, stages_of, tp_shard_of
 from hf_zero.core.units.registration import register_loose
 from hf_zero.core.units.shard import ShardStorage
 from hf_zero.core.units.unit import Unit, UnitSpec, find_unit, full_shape

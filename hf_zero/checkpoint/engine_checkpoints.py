@@ -52,7 +52,7 @@ class CheckpointSettings:
         tag_validation: Reaction to different tags on different ranks: "fail", "warn" or "ignore".
         pickle_client_state: Pickle values of a client state that nothing else can keep, and read such.
         masters_from_fp32: Without optimizer states, take masters from the saved fp32 values; else from the training type.
-        url: Place in an object store of what would go to local folders; empty for none.
+        url: Place in an object store that replaces the local folders; empty for none.
         snapshot_steps: Optimizer steps between two snapshots in host memory; 0 for none.
         snapshot_folder: Folder that snapshots go to; empty for the system's shared memory.
         rewinds: The engine goes back to saved states after spikes.
@@ -72,7 +72,7 @@ class CheckpointSettings:
 
 
 class EngineCheckpoints:
-    """Writes and reads the checkpoints of one engine.
+    """Writer and reader of the checkpoints of one engine.
 
     Args:
         settings: Settings of the checkpoints.
@@ -207,11 +207,11 @@ class EngineCheckpoints:
     def load(
         self, engine: Engine, load_dir: str | os.PathLike[str], tag: Any, custom: Callable[..., Any] | None, **wanted: bool
     ) -> Restored | None:
-        """Loads into the parts of ``engine``; see ``Engine.load_checkpoint``. ``wanted``: flags of ``LoadRequest``."""
+        """Load a checkpoint into the parts of ``engine``; see ``Engine.load_checkpoint``. ``wanted``: flags of ``LoadRequest``."""
         settings = self._settings
 
         def ask() -> tuple[LoadRequest, TrainingState]:
-            # What a script has assigned (``param.data = value``) would take the place of what is loaded.
+            # A value that a script has assigned (``param.data = value``) would replace the loaded one.
             WrittenValues(engine.units, self._collectives.data, engine.runtime.idle).agree(self._collectives.data)
             request = LoadRequest(
                 self._place(load_dir, "load_dir"),
@@ -295,11 +295,11 @@ class EngineCheckpoints:
         self.rewinds.go_back(engine, state, self.snapshots, self._settings.pickle_client_state)
 
     def load_averages(self, engine: Engine, folder: str, averages: AveragedWeights) -> None:
-        """Reads averages that were made after ``folder`` was loaded; see ``load.load_averages``."""
+        """Read averages that were made after ``folder`` was loaded; see ``load.load_averages``."""
         load_averages(self.state_of(engine), place_of(folder), averages)
 
     def wait(self) -> None:
-        """Waits until a checkpoint that is written in the background is complete; collective.
+        """Wait until a checkpoint that is written in the background is complete; collective.
 
         Raises:
             CheckpointError: It could not be written; on every rank, with the same text.
@@ -308,7 +308,7 @@ class EngineCheckpoints:
             self.background.finish(self.everyone())
 
     def close(self) -> None:
-        """Lets go of what writes in the background, and removes the snapshots; local."""
+        """Drop the background writer, and remove the snapshots; local."""
         if self.snapshots is not None:
             self.snapshots.close()
         if self.background is not None:
@@ -354,11 +354,11 @@ class EngineCheckpoints:
 
     @property
     def url(self) -> str:
-        """Return the URL of what would go to local folders; empty if it goes there."""
+        """Return the URL that replaces the local folders; empty if checkpoints go to these."""
         return self._settings.url
 
     def place_for(self, folder: str | os.PathLike[str]) -> ObjectPath:
-        """Return the place in the store of what would go to a local folder: below the URL, with the last name of the folder.
+        """Return the place in the store that replaces a local folder: below the URL, with the last name of the folder.
 
         Raises:
             CheckpointError: There is no store.
@@ -394,7 +394,7 @@ def _folder(given: Any, argument: str) -> str:
 
 
 def _check_url(settings: CheckpointSettings) -> None:
-    """Refuse what is no URL, and a disk of its own on every node."""
+    """Raise if ``hf_zero.checkpoint_url`` is no URL, or if every node saves to a disk of its own."""
     if not is_url(settings.url):
         raise ConfigError(f"hf_zero.checkpoint_url is {settings.url!r}, allowed is a URL such as 's3://bucket/run'")
     if settings.node_local:

@@ -297,7 +297,7 @@ class _Plan:
         return states | {copy.file for copy in self._copies + (self._optimizer.copies if self._optimizer is not None else [])}
 
     def read(self) -> None:
-        """Reads all this rank needs and installs it; local.
+        """Read all that this rank needs, and install it; local.
 
         Raises:
             CheckpointError: A file is damaged.

@@ -70,9 +70,9 @@ class SaveRequest:
 
 
 def save_checkpoint(state: TrainingState, request: SaveRequest, background: Background | None = None) -> Place:
-    """Writes ``<save_dir>/<tag>/``, complete or not at all; collective.
+    """Write ``<save_dir>/<tag>/``, complete or not at all; collective.
 
-    Nothing is written when a value cannot be saved. When a rank fails, all raise and what was there before stays.
+    Nothing is written if a value cannot be saved. If a rank fails, all ranks raise, and the former checkpoint stays.
 
     Args:
         state: State to save.
@@ -247,7 +247,7 @@ class _Save:
     Attributes:
         request: Rank 0's, with this rank's client state.
         files: Files to write.
-        head: The index without what the other ranks add; on rank 0.
+        head: The index without the entries that other ranks add; on rank 0.
     """
 
     request: SaveRequest
@@ -281,7 +281,7 @@ class _Save:
         }
 
     def settle(self, request: SaveRequest, differs: bool) -> None:
-        """Takes the request that holds; ``differs``: this rank's client state is not rank 0's."""
+        """Complete the files for the ``request`` that all ranks agreed on; ``differs``: this rank's client state is not rank 0's."""
         state, self._state = self._state, None
         if state is None:
             raise CheckpointError("a save is prepared once")
@@ -321,7 +321,7 @@ class _Save:
         self._direct = self._write(direct)
 
     def write_files(self) -> Written:
-        """Writes this rank's files and forces them to the disk."""
+        """Write this rank's files and force them to the disk."""
         records = {**self._direct, **self._write(self.files)}
         self.files = {}
         return Written(records, self._client_state)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Turns a ZeRO checkpoint into whole fp32 weights, on one machine, without process group or GPU.
+"""Turn a ZeRO checkpoint into whole fp32 weights, on one machine, without process group or GPU.
 
 A copy of this file lies beside every checkpoint. It needs torch, numpy and safetensors, and fsspec if CHECKPOINT_DIR is a URL (s3://...):
 
@@ -48,11 +48,11 @@ _FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
 
 class Checkpoint:
-    """Reads whole parameters out of the shards of one checkpoint folder.
+    """Reader of whole parameters from the shards of one checkpoint folder.
 
     Args:
         checkpoint_dir: Folder that holds the folder of the tag.
-        tag: Name of the checkpoint; None is what ``latest`` names.
+        tag: Name of the checkpoint; None: the one that ``latest`` names.
         written: Type of the floating point weights in files that are written.
 
     Raises:
@@ -101,7 +101,7 @@ class Checkpoint:
         _require(place.dim is None or (type(place.dim) is int and 0 <= place.dim < len(shape)), f"{name} is cut along {place.dim!r}")
         same_rank = [other for other in known if other.tensor_rank == place.tensor_rank or (other.unit is None) != (place.unit is None)]
         _require(place.unit is None or not same_rank, f"{name} is there twice")
-        if not known or known[0].dim is not None:  # one copy of what every rank holds is enough
+        if not known or known[0].dim is not None:  # one copy of a value that every rank holds is enough
             known.append(place)
 
     def _read_index(self) -> dict[str, Any]:
@@ -319,7 +319,7 @@ class _Refused(ValueError):
 
 @contextmanager
 def _reading(path: str) -> Iterator[None]:
-    """Turns whatever a broken file makes of an attempt to read it into a ValueError that names it."""
+    """Turn each error that a broken file causes while it is read into a ValueError that names the file."""
     try:
         yield
     except (_Refused, FileNotFoundError):
@@ -444,8 +444,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
     Args:
         checkpoint_dir: Folder that holds `latest` and the folders of the checkpoints.
-        tag: Name of the checkpoint; None is what `latest` names.
-        exclude_frozen_parameters: Leave out what no optimizer trained.
+        tag: Name of the checkpoint; None: the one that `latest` names.
+        exclude_frozen_parameters: Leave out parameters that no optimizer trained.
         lazy_mode: Accepted for compatibility; `convert_zero_checkpoint_to_fp32_state_dict` is the way to keep memory low.
 
     Raises:
@@ -466,7 +466,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     exclude_frozen_parameters: bool = False,
     dtype: str = "fp32",
 ) -> None:
-    """Writes the whole weights, holding at most one output file in memory: safetensors, unless files of torch's are asked for.
+    """Write the whole weights, with at most one output file in memory: as safetensors, unless files of torch are requested.
 
     Args:
         checkpoint_dir: As above.
@@ -508,7 +508,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: torch.nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> torch.nn.Module:
-    """Loads the whole fp32 weights of a checkpoint into a plain model on the CPU, and returns it.
+    """Load the whole fp32 weights of a checkpoint into a plain model on the CPU, and return the model.
 
     Raises:
         FileNotFoundError, ValueError: There is no such checkpoint, or it is damaged.
@@ -525,7 +525,7 @@ def _file_or_folder(output: str) -> str:
 
 
 def _save(checkpoint: Checkpoint, names: list[str], path: str) -> list[str]:
-    """Writes one file; returns the names in it."""
+    """Write one file; return the names in it."""
     tensors = {name: checkpoint.to_write(name) for name in names}
     with _replacing(path) as made:
         if path.endswith(_TORCH_ENDINGS):
@@ -540,7 +540,7 @@ def _save(checkpoint: Checkpoint, names: list[str], path: str) -> list[str]:
 def _replacing(path: str) -> Iterator[str]:
     """Yield a name to write to, in a new folder that only this user can read; at the end that file replaces `path`.
 
-    What `path` is before goes: a link is not followed, and what has a second name elsewhere keeps its content.
+    The file or link that `path` names before is removed: a link is not followed, and a file with a second name keeps its content there.
     """
     folder, name = os.path.split(path)
     hidden = f".zero_to_fp32.{os.getpid()}.{os.urandom(4).hex()}.part"
@@ -588,11 +588,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint_dir", help="folder with `latest` and the folders of the checkpoints")
     parser.add_argument("output_dir", help="folder for the weights, or the name of one file (.safetensors; .bin, .pt for torch.load)")
-    parser.add_argument("-t", "--tag", default=None, help="name of the checkpoint (what `latest` names)")
+    parser.add_argument("-t", "--tag", default=None, help="name of the checkpoint (default: the one that `latest` names)")
     parser.add_argument("--max_shard_size", default="5GB", help="size of one output file (5GB)")
-    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what no optimizer trained")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out parameters that no optimizer trained")
     parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16", "fp16"), help="type of the floating point weights (fp32)")
-    parser.add_argument("--safe_serialization", action="store_true", help="no effect: output_dir says what is written")
+    parser.add_argument("--safe_serialization", action="store_true", help="no effect: the name of output_dir decides the format")
     parser.add_argument("-d", "--debug", action="store_true", help="print the whole traceback of an error")
     arguments = parser.parse_args()
     try:

@@ -18,7 +18,7 @@ the backward that completes the step. Loops in which ranks make different number
 not supported.
 
 The same message carries the number of a signal that a rank has received (``system/signals.py``, [Note: signals]), so all ranks know of it
-at the same step. ``core/preemption.py`` keeps it for an engine, and ``integrations/preemption.py`` ([Note: preemption]) describes who
+at the same step. ``core/engine_parts.py`` keeps it for an engine, and ``integrations/preemption.py`` ([Note: preemption]) describes who
 saves then (a script that checks, the engine itself, Trainer, Lightning in ``lightning_signals``) and how all ranks end together. Ranks
 that hold one model together vote once more among themselves.
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hf_zero.comm.bootstrap import init_distributed
-from hf_zero.comm.device import default_device
-from hf_zero.comm.process_groups import Lines, divide_twice, lines_of_all
+from hf_zero.comm.process_groups import Lines, default_device, divide_twice, lines_of_all
 from hf_zero.comm.topology import Topology, all_ranks, axis_over, join_topologies, lines_of, newest_is, require_divisor
 
 

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_zero.comm.device import default_device
-from hf_zero.comm.process_groups import FAKE
+from hf_zero.comm.process_groups import FAKE, default_device
 from hf_zero.errors import CollectiveError, ConfigError
 from hf_zero.launch.placement import export_placement, require_address
 from hf_zero.launch.rank import end_with_launcher

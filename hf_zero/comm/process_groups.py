@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hf_zero.comm.device import default_device
 from hf_zero.errors import StateError
 from hf_zero.system.planning import planning
 
@@ -232,3 +231,18 @@ def host_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
 def _served(group: dist.ProcessGroup) -> dict[str, str]:
     config = dist.get_backend_config(group)
     return dict(part.split(":") for part in config.split(",") if ":" in part)
+
+
+def default_device() -> torch.device:
+    """Return the accelerator that the script has made current, otherwise the one of this local rank; the CPU without accelerators."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"):
+        return torch.device("cpu")
+    count = torch.accelerator.device_count()
+    return torch.device(accelerator.type, _chosen_index(accelerator) or int(os.environ.get("LOCAL_RANK", "0")) % max(count, 1))
+
+
+def _chosen_index(accelerator: torch.device) -> int:
+    """Return the index of the current device; 0 if the script has not chosen one. Does not initialise the device."""
+    started = getattr(torch.get_device_module(accelerator), "is_initialized", None)
+    return 0 if started is not None and not started() else torch.accelerator.current_device_index()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hf_zero import observe
-from hf_zero.comm.device import default_device
+from hf_zero.comm.process_groups import default_device
 from hf_zero.system import stacks
 
 _TORCH = os.path.join("torch", "distributed", "distributed_c10d.py")

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.comm.bootstrap import init_distributed
-from hf_zero.comm.device import default_device
-from hf_zero.comm.process_groups import divide_twice, exists, lines_of_all, timeout_of
+from hf_zero.comm.process_groups import default_device, divide_twice, exists, lines_of_all, timeout_of
 from hf_zero.errors import ConfigError, UnsupportedError
 
 Axis = Literal["model", "sequence"]

@@ -249,7 +249,7 @@ def _solve_batch(data: dict[str, Any], world_size: int, origin: dict[str, str], 
 
 
 def _check_matches(data: dict[str, Any], sources: dict[str, Any], batch: Batch, origin: dict[str, str], problems: Problems) -> None:
-    """Report every value of the file that contradicts its source, like the Trainer."""
+    """Report every value of the configuration file that contradicts the training arguments, as Trainer does."""
     for key, rule in AUTO_RULES.items():
         if not rule.must_match or not origin.get(key, "").startswith("file"):
             continue

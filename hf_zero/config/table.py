@@ -56,7 +56,7 @@ def rows_of(resolved: dict[str, Any], origin: dict[str, str], everything: bool =
 
 
 def _with_free_keys(values: dict[str, Any]) -> dict[str, Key]:
-    """Return every key that is a plain value, by path; keys under names that the user chose are placed beside their neighbours."""
+    """Return every key that holds a single value, by path; a key whose name the user chose follows the last key of its section."""
     keys = {path: key for path, key in all_keys().items() if not key.is_section and not any(mark in path for mark in ("*", "<", "[]"))}
     free: dict[str, list[str]] = {}
     for path in values.keys() - keys.keys():

@@ -292,7 +292,7 @@ class Engine(nn.Module):
                 set_gradient(param, None)  # torch's own: a gradient that waits in another engine, which shares the parameter, stays
 
     def _clear(self, params: Sequence[nn.Parameter]) -> frozenset[int]:
-        """Discard the gradients of ``params`` that wait for ``step``; of a part of the model they count as zero. Every rank must call it.
+        """Discard the gradients of ``params`` that wait for ``step``, or zero those of a part of the model; every rank must call it.
 
         Returns:
             The ids of the parameters whose ``grad`` must stay: one that joins at the coming step has its gradients so far there.

@@ -28,8 +28,7 @@ from hf_zero.core.step.precision import KeptTypes
 from hf_zero.core.units.grouping import NamedParam, build_unit
 from hf_zero.core.units.guards import guard_state_dict, guard_unprepared
 from hf_zero.core.units.layout import FROZEN, UnitState
-from hf_zero.core.units.listener import ParamListener
-from hf_zero.core.units.marks import is_packed, is_wrapped
+from hf_zero.core.units.marks import ParamListener, is_packed, is_wrapped
 from hf_zero.core.units.registration import register
 from hf_zero.core.units.shard import ON_DEVICE, ShardStorage
 from hf_zero.core.units.unit import Built, Unit, UnitSpec, find_unit, full_shape, is_sharded, shares_unsharded_memory

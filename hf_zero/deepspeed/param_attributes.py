@@ -13,8 +13,7 @@ from torch import nn
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.units.layout import UnitState
-from hf_zero.core.units.listener import ParamListener
-from hf_zero.core.units.marks import OUTER, with_outer
+from hf_zero.core.units.marks import OUTER, ParamListener, with_outer
 from hf_zero.core.units.unit import Unit, find_unit, is_sharded
 from hf_zero.core.units.values import own_part_changed, write_back
 from hf_zero.errors import StateError

@@ -13,7 +13,7 @@ from hf_zero.core.optimizer.param_states import gather_param, write_param
 from hf_zero.core.optimizer.segments import master_of
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.schedule.gradients import UnitGradients
-from hf_zero.core.schedule.shown_gradients import ShownGradients
+from hf_zero.core.schedule.read_gradients import ShownGradients
 from hf_zero.core.step.precision import LossScaler
 from hf_zero.core.step.trained_set import TrainedUnits
 from hf_zero.core.step.written import write_gradient, written_gradient

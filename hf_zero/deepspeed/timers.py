@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from hf_zero import observe
-from hf_zero.comm.device import default_device
+from hf_zero.comm.process_groups import default_device
 from hf_zero.core.step.progress import memory_line
 from hf_zero.errors import ConfigError, StateError
 

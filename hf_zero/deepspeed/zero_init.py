@@ -15,7 +15,7 @@ from hf_zero.assembly.mesh import shard_groups
 from hf_zero.assembly.policies import kept_patterns, precision_policy
 from hf_zero.assembly.same_settings import require_same_settings
 from hf_zero.comm.bootstrap import init_distributed
-from hf_zero.comm.device import default_device
+from hf_zero.comm.process_groups import default_device
 from hf_zero.config.read import read_config
 from hf_zero.config.resolve import resolve
 from hf_zero.core.model_init import ModelInit

@@ -155,7 +155,7 @@ def _wait(loop: _Loop, engine: Engine, steps: bool = False) -> None:
 
 
 def _announce(loop: _Loop, engine: Engine, counts: bool) -> None:
-    """After a backward that completes an optimizer step: show its norm, and let the first update wait for the next forward at most."""
+    """Show the norm after a backward that completes an optimizer step; the first time, take the step at the next forward at the latest."""
     if counts or not loop.clips:  # scripts of DeepSpeed, and Trainer of that time, read the norm from the engine before optimizer.step()
         engine.progress.last_norm = engine.stepper.measure()  # type: ignore[union-attr]  # it has an optimizer
     if loop.begun:

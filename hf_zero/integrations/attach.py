@@ -18,7 +18,7 @@ from hf_zero.deepspeed.initialize import initialize
 from hf_zero.expert_parallel import apply
 from hf_zero.integrations import callers, methods
 from hf_zero.integrations.experts import dispatch_in_table
-from hf_zero.integrations.metrics_once import count_samples_once
+from hf_zero.integrations.metrics import count_samples_once
 from hf_zero.integrations.parallelism import claims_of_accelerate, require_divided
 from hf_zero.integrations.preemption import listen_where_wanted, save_by_itself
 from hf_zero.integrations.saves import keeps_too_few, stand_before_saves

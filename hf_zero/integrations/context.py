@@ -21,7 +21,7 @@ from hf_zero.integrations.parallelism import require_same_attention
 from hf_zero.integrations.pipelines import mesh_here
 from hf_zero.sequence_parallel.batches import copy_marks
 from hf_zero.sequence_parallel.context_forward import divided_forwards, sliced_step
-from hf_zero.sequence_parallel.layout import Layout
+from hf_zero.sequence_parallel.joining import Layout
 from hf_zero.sequence_parallel.state import ContextParallel
 
 

@@ -37,7 +37,7 @@ STATE = Method(
     "accelerate.state",
     "PartialState.__init__",
     "ranks that mpirun or srun started are not recognised (start with torchrun or hf-zero launch)",
-    around="hf_zero.integrations.ranks:start_state",
+    around="hf_zero.launch.rank:start_state",
 )
 ACCELERATOR_STATE = Method(
     "accelerate.state",
@@ -158,9 +158,9 @@ PROCESS = Method(
     around="hf_zero.integrations.script_values:process_config",
 )
 PREPARE = Method("accelerate.accelerator", "Accelerator.prepare", _COUNTED)
-GATHER = Method("accelerate.accelerator", "Accelerator.gather", _COUNTED, around="hf_zero.integrations.metrics_once:gather")
+GATHER = Method("accelerate.accelerator", "Accelerator.gather", _COUNTED, around="hf_zero.integrations.metrics:gather")
 METRICS = Method(
-    "accelerate.accelerator", "Accelerator.gather_for_metrics", _COUNTED, around="hf_zero.integrations.metrics_once:gather_for_metrics"
+    "accelerate.accelerator", "Accelerator.gather_for_metrics", _COUNTED, around="hf_zero.integrations.metrics:gather_for_metrics"
 )
 LOADER = Method(
     "accelerate.accelerator",
@@ -209,7 +209,7 @@ TOKENS = Method(
     "transformers.trainer",
     "Trainer._track_num_input_tokens",
     "Trainer's num_input_tokens_seen counts the tokens of a sample once per rank that shares it",
-    around="hf_zero.integrations.metrics_once:track_num_input_tokens",
+    around="hf_zero.integrations.metrics:track_num_input_tokens",
     since=(5, 3),
 )
 STATE_DICT = Method(
@@ -284,9 +284,9 @@ LOG = Method(
     "transformers.trainer",
     "Trainer.log",
     "hf_zero.step_metrics appears in the log and in monitors, but not in Trainer's logs",
-    around="hf_zero.integrations.trainer_logs:log",
+    around="hf_zero.integrations.metrics:log",
 )
-EVALUATE = Method("transformers.trainer", "Trainer.evaluation_loop", _COUNTED, around="hf_zero.integrations.metrics_once:evaluation_loop")
+EVALUATE = Method("transformers.trainer", "Trainer.evaluation_loop", _COUNTED, around="hf_zero.integrations.metrics:evaluation_loop")
 SAVE_MODEL = Method(
     "transformers.trainer",
     "Trainer.save_model",

@@ -260,7 +260,7 @@ def _require_any_length(config: Any) -> None:
 
 @dataclass(frozen=True)
 class _Given:
-    """What a script gave in a ParallelismConfig.
+    """Sizes that a script gave in a ParallelismConfig.
 
     Attributes:
         sizes: Sizes of the axes.

@@ -14,9 +14,12 @@ import re
 import signal
 import stat
 import sys
+from collections.abc import Callable
+from typing import Any
 
 from hf_zero.errors import ConfigError
 from hf_zero.launch.agent import OUTPUTS, REPORT
+from hf_zero.launch.placement import export_placement
 from hf_zero.system.process import linux_function
 from hf_zero.system.text_file import LIMIT_BYTES, read_bytes
 
@@ -93,3 +96,10 @@ def end_with_launcher() -> None:
     function(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != int(number):  # the launcher ended between the two calls
         raise ConfigError(f"the launcher (process {number}) was killed, so this rank ends too")
+
+
+def start_state(method: Callable[..., Any], state: Any, *args: Any, **kwargs: Any) -> None:
+    """Replace ``PartialState.__init__``: first set the rank variables; ``TrainingArguments`` and ``Accelerator`` also make this object."""
+    export_placement()
+    end_with_launcher()
+    method(state, *args, **kwargs)

@@ -15,7 +15,7 @@ digests of the results: the build for aarch64 (gcc 12, run under emulation) give
 On GPUs torch's fused kernel is used. ``HF_ZERO_TRITON=1`` selects the one-pass Triton kernel of Adam, which has been tested in Triton's
 interpreter and compiled for three generations of GPUs (``tests/native/triton_compile.py``), and gave the exact numbers on an H100 in the
 parity runs; the speeds have not been compared. The codes of 1-bit Adam are Triton kernels on GPUs unless the variable is 0
-(``native/triton_trial.py``, [Note: trying a kernel first]).
+(``native/library.py``, [Note: trying a kernel first]).
 
 Passes of optimizers, norms and copies share threads that the library keeps (``kernels/threads.cpp``): free threads take the next chunk,
 and Python's lock is taken once a pass. On machines of 8 and more processors a thread looks for the next pass for half a millisecond

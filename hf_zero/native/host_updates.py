@@ -87,7 +87,7 @@ def is_available() -> bool:
 def _kernel() -> Any:
     """Return the kernel, compiled at its first launch; None without Triton."""
     try:
-        from hf_zero.native.triton_kernel import adam
+        from hf_zero.native.triton_kernels import adam
     except ImportError:
         return None
     return adam

@@ -1,4 +1,4 @@
-"""Find the native library, check its version and the processor, and record the reason of the choice.
+"""Find the native library, check its version and the processor, and record the reason of the choice; decide whether Triton serves a GPU.
 
 ``HF_ZERO_NATIVE`` overrides the choice: ``0`` selects the torch reference, the name of an instruction set (``ISAS``) that set, a path the
 library at the path.
@@ -200,3 +200,29 @@ def _load(path: Path, isa: str) -> Library:
     if isa and isa not in supported:
         raise OSError(f"{isa!r} does not run on this processor; of the instruction sets in {path} it runs only {', '.join(supported)}")
     return Library(handle, str(path), isa or supported[0], supported)
+
+
+def triton_serves(device: torch.device, what: str, agrees: Callable[[torch.device], bool]) -> bool:
+    """Return whether Triton's kernels are used for tensors on ``device``: on a GPU where Triton works, unless ``HF_ZERO_TRITON`` is 0.
+
+    [Note: trying a kernel first] Triton needs more than its package: a C compiler for its launcher, and a driver that accepts its code. So
+    the first use on a device encodes a small vector and compares it with plain torch. If that fails, torch's operations are used, and a log
+    line gives the reason.
+    Args:
+        device: Device of the tensors.
+        what: Purpose of the kernels, for messages.
+        agrees: Function that returns whether the kernels give torch's bits on the device, or raises Triton's error; called once per device.
+    """
+    return device.type == "cuda" and os.environ.get(TRITON_VARIABLE) != "0" and _triton_works(device, what, agrees)
+
+
+@functools.cache
+def _triton_works(device: torch.device, what: str, agrees: Callable[[torch.device], bool]) -> bool:
+    try:
+        same = agrees(device)
+    except Exception as error:  # any error: torch's operations can be used instead
+        log_rank0("%s: Triton does not work on %s (%s: %s); using torch's operations", what, device, type(error).__name__, error)
+        return False
+    if not same:
+        log_rank0("%s: Triton's kernels and torch's operations give different results on %s; using torch's operations", what, device)
+    return same

@@ -10,7 +10,7 @@ import ctypes
 
 import torch
 
-from hf_zero.native import triton_trial
+from hf_zero.native.library import triton_serves
 
 _BLOCK = 2048
 
@@ -46,7 +46,7 @@ def take_changed(master: torch.Tensor, shard: torch.Tensor) -> None:
 
 def serves(device: torch.device) -> bool:
     """Return whether Triton's kernel can be used for tensors on ``device``; see [Note: trying a kernel first]."""
-    return triton_trial.serves(device, "values written by the script", agrees)
+    return triton_serves(device, "values written by the script", agrees)
 
 
 def agrees(device: torch.device) -> bool:
@@ -70,7 +70,7 @@ def agrees(device: torch.device) -> bool:
 
 
 def _with_triton(master: torch.Tensor, shard: torch.Tensor) -> None:
-    from hf_zero.native.triton_kernel import take_changed as kernel  # only here: without Triton it cannot be imported
+    from hf_zero.native.triton_kernels import take_changed as kernel  # only here: without Triton it cannot be imported
 
     count = master.numel()
     if count:

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from hf_zero.native import codes_reference, triton_trial
+from hf_zero.native import codes_reference
 from hf_zero.native.chunks import CHUNK_NUMEL, ChunkTable, Fresh, Sent, Target, build_chunks
+from hf_zero.native.library import triton_serves
 
 # Every product and sum is rounded separately, as in torch's operations.
 _EXACT = {"enable_fp_fusion": False}
@@ -16,7 +17,7 @@ _EXACT = {"enable_fp_fusion": False}
 
 def serves(device: torch.device) -> bool:
     """Return whether these functions can be used for tensors on ``device``; see [Note: trying a kernel first]."""
-    return triton_trial.serves(device, "1-bit Adam", agrees)
+    return triton_serves(device, "1-bit Adam", agrees)
 
 
 def agrees(device: torch.device) -> bool:
@@ -38,9 +39,9 @@ def agrees(device: torch.device) -> bool:
 
 
 def _kernels() -> Any:
-    from hf_zero.native import triton_codes_kernel  # only here: without Triton it cannot be imported
+    from hf_zero.native import triton_kernels  # only here: without Triton it cannot be imported
 
-    return triton_codes_kernel
+    return triton_kernels
 
 
 def compress(

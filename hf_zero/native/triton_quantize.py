@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from hf_zero.native import quantize_reference, triton_trial
+from hf_zero.native import quantize_reference
 from hf_zero.native.block_codes import LARGEST, QUANTIZE_BLOCK, KeptError, block_count, codes_of, message_bytes, scales_of
+from hf_zero.native.library import triton_serves
 
 # Every product and sum is rounded separately, as in torch's operations.
 _EXACT = {"enable_fp_fusion": False}
@@ -15,7 +16,7 @@ _EXACT = {"enable_fp_fusion": False}
 
 def serves(device: torch.device) -> bool:
     """Return whether these functions can be used for tensors on ``device``; see [Note: trying a kernel first]."""
-    return triton_trial.serves(device, "quantized collectives", agrees)
+    return triton_serves(device, "quantized collectives", agrees)
 
 
 def agrees(device: torch.device) -> bool:
@@ -42,9 +43,9 @@ def agrees(device: torch.device) -> bool:
 
 
 def _kernels() -> Any:
-    from hf_zero.native import triton_quantize_kernel  # only here: without Triton it cannot be imported
+    from hf_zero.native import triton_kernels  # only here: without Triton it cannot be imported
 
-    return triton_quantize_kernel
+    return triton_kernels
 
 
 def quantize(values: torch.Tensor, messages: torch.Tensor, bits: int, error: KeptError | None = None) -> None:

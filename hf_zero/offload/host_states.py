@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_zero.core.optimizer.segments import OwnedSegment
-from hf_zero.core.schedule.gradients import GradientPlace, Listener
+from hf_zero.core.schedule.gradient_sums import GradientPlace, Listener
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.unit import Unit
 from hf_zero.memory.buffers import HostMemory

@@ -15,7 +15,7 @@ from hf_zero.comm.nodes import free_bytes, ranks_on_this_host
 from hf_zero.config.schema.root import ZeroConfig
 from hf_zero.config.schema.zero import ZeroOptimization
 from hf_zero.core.optimizer.clones import state_types
-from hf_zero.core.schedule.gradients import GradientPlace
+from hf_zero.core.schedule.gradient_sums import GradientPlace
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.precision import PrecisionPolicy
 from hf_zero.core.units.shard import ON_DEVICE, ShardStorage

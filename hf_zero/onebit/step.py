@@ -10,7 +10,7 @@ import torch
 
 from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.comm.topology import Topology
-from hf_zero.core.schedule.hops import GradientExchange, GradientPolicy, Hop
+from hf_zero.core.schedule.gradient_sums import GradientExchange, GradientPolicy, Hop
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.grad_norm import first_non_finite, global_norm
 from hf_zero.core.step.step import StepKind, Stepper

@@ -321,7 +321,7 @@ class _Undecided:
 def _result(
     optimizer: torch.optim.Optimizer, options: dict[str, Any], starts: Sequence[Tensor], grads: Sequence[Sequence[Tensor]], index: int = 0
 ) -> Tensor:
-    """Return the tensor ``index`` of ``starts`` after the steps of a trial."""
+    """Return parameter ``index`` of a trial: a new optimizer steps over copies of ``starts``, once with each of ``grads``."""
     return try_steps(optimizer, options, starts, grads)[1][index].detach()
 
 

@@ -3,12 +3,12 @@
 ``pipeline/``: ``items`` (modules that one stage runs as a whole) → ``flow_trace``, ``flow`` (for each call, the earlier results that it
 depends on through glue alone, from the trace of tensor parallelism) → ``balance``, ``partition`` (``PipelinePlan``: the stage of each call,
 the tensors that cross borders, the holders of each parameter) → ``apply`` (divides a model); ``templates`` (shapes of the results of other
-stages' modules) → ``own_stages`` ([Note: one forward for all stages]) → ``border_types`` ([Note: types under autocast]), ``passes``
-([Note: two passes]) and ``model_stages`` (one stage as torch's ``schedules`` run it) → ``forward``, which replaces ``model.forward``
-([Note: losses of parts]) until the last engine of the model is destroyed; ``result_shapes``, ``pending`` (logits that may never be read;
-hooks on them wait for the values), ``generation``, ``train``. ``held`` describes a model of which a rank has loaded its own
-stages alone ([Note: held stages]). ``integrations/stage_loads.py`` does that loading ([Note: reading a stage]); it finds the names in the
-checkpoint files as expert parallelism does (``checkpoint_slices``).
+stages' modules) → ``own_stages`` ([Note: one forward for all stages]) → ``passes`` ([Note: two passes], [Note: types under autocast]) and
+``model_stages`` (one stage as torch's ``schedules`` run it) → ``forward``, which replaces ``model.forward`` ([Note: losses of parts]) until
+the last engine of the model is destroyed; ``result_shapes``, ``pending`` (logits that may never be read; hooks on them wait for the
+values), ``generation``, ``train``. ``held`` describes a model of which a rank has loaded its own stages alone ([Note: held stages]).
+``integrations/stage_loads.py`` does that loading ([Note: reading a stage]); it finds the names in the checkpoint files as expert
+parallelism does (``checkpoint_slices``).
 
 The stages are the outermost axis of the ranks (``comm/axes.py``). ``Topology.model`` is all ranks that hold one model together, over
 stages and tensor parallelism; ``pipe`` and ``tensor`` are its two parts. Tensor and expert parallelism work on ``Topology.layers``. The
@@ -20,7 +20,7 @@ hold. A weight that several stages hold is a unit of its own, whose gradients ta
 shards (``ReplicatedSum``), and counts once in the norm. Blocks have no hooks in a pipeline: nothing is resharded.
 
 Two properties of the engine exist for pipelines: parameters get several gradients in one backward (``Reducer.piecemeal``), and under a
-schedule forwards and backwards take turns in one micro-step (``BackwardPhase.mixed``). ``added_in_place.py`` collects such gradients.
+schedule forwards and backwards take turns in one micro-step (``BackwardPhase.mixed``). ``train.py`` collects such gradients.
 ``comm/link.py`` sends between two ranks. Under accelerate the stages of a pipeline are given the same samples by
 ``integrations/pipelines.py``. Users' page: docs/pipeline-parallel.md.
 """

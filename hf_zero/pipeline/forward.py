@@ -18,11 +18,10 @@ from hf_zero.core.schedule.forward_hooks import as_written
 from hf_zero.errors import UnsupportedError
 from hf_zero.observe import log_rank0
 from hf_zero.pipeline import micro_batches
-from hf_zero.pipeline.border_types import BorderTypes
 from hf_zero.pipeline.micro_batches import IGNORED
 from hf_zero.pipeline.model_stages import Border, ModelStage
 from hf_zero.pipeline.own_stages import OwnStages, give_back
-from hf_zero.pipeline.passes import Attached, Passes
+from hf_zero.pipeline.passes import Attached, BorderTypes, Passes
 from hf_zero.pipeline.pending import PendingTensor, ResultShapes
 from hf_zero.pipeline.plan import PipelinePlan
 from hf_zero.pipeline.schedules import Scheduler

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from hf_zero.errors import StateError, UnsupportedError
-from hf_zero.pipeline.border_types import BorderTypes
 from hf_zero.pipeline.micro_batches import loss_of
 from hf_zero.pipeline.own_stages import OwnStages
+from hf_zero.pipeline.passes import BorderTypes
 from hf_zero.pipeline.plan import PipelinePlan
 from hf_zero.system.trees import without_values
 

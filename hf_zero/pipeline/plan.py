@@ -1,4 +1,4 @@
-"""Plan of a pipeline: the stage of each call, the tensors that cross the borders, and the holders of each parameter."""
+"""Define the plan of a pipeline: the stage of each call, the tensors that cross the borders, and the holders of each parameter."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class Family:
         layout: Division of the ranks.
         stage: ZeRO stage.
         tier: Choice of offload.
-        recomputes: Every how many blocks one is recomputed in backward: 1 is all of them, 0 none.
+        recomputes: One of this many blocks is recomputed in backward: 1 recomputes all blocks, 0 none.
         moves: Whether saved activations (of recomputed blocks, their inputs) are offloaded to the host between forward and backward.
     """
 

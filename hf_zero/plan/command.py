@@ -124,8 +124,8 @@ def _refuse_unread(options: argparse.Namespace, read: set[str]) -> None:
     if unread:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in unread)
         raise ConfigError(
-            f"--from translates FSDP settings and does not read {names}: plan the configuration that --from --write DIR writes with "
-            f"MODEL --config DIR/ds.json {' '.join(names.split(', '))}"
+            f"--from translates FSDP settings and does not read {names}: plan the configuration in a second command. `hf-zero plan --from "
+            f"... --write DIR` writes it, and `hf-zero plan MODEL --config DIR/ds.json {' '.join(names.split(', '))}` plans it"
         )
 
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, shape_wrapper
 from torch.utils.hooks import RemovableHandle
 
-from hf_zero.comm.device import default_device
+from hf_zero.comm.process_groups import default_device
 from hf_zero.core.schedule.torch_internals import in_backward
 from hf_zero.core.units.unit import full_shape
 

@@ -173,7 +173,10 @@ class ReplicaGroups:
     def _state(self) -> Any:
         checkpoints = self.engine.checkpoints
         if not isinstance(checkpoints, EngineCheckpoints):
-            raise StateError("an engine without checkpoints cannot train together with other replica groups")
+            raise StateError(
+                f"replica groups send each other checkpoints, and this engine makes them with {type(checkpoints).__name__}; only engines "
+                "that hf_zero.initialize has made can train together with other groups"
+            )
         return checkpoints.state_of(self.engine)
 
     def _own_facts(self) -> dict[str, Any]:

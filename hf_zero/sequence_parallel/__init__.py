@@ -9,7 +9,7 @@ one all-to-all each way, its gradient another) → ``layer`` (``DistributedAtten
 ``sliceable`` (which models can), ``randomness`` ([Note: dropout over slices]) → ``forward`` (hooks around a model: when it sees slices) →
 ``state`` (the groups, as ``mpu``); ``batches`` cuts what loaders give. ``attention`` and ``integrations/ulysses.py`` register them with
 transformers.
-Context parallelism: ``layout`` ([Note: head and tail]) → ``gathered`` (``allgather``) and ``ring`` (``alltoall``), both over ``blocks``
+Context parallelism: ``joining`` ([Note: head and tail]) → ``gathered`` (``allgather``) and ``ring`` (``alltoall``), both over ``blocks``
 ([Note: partial attention]) → ``masks`` ([Note: own rows]), ``joining`` (losses and outputs of whole sequences), ``sliceable`` (which
 models can) → ``context_forward`` ([Note: whole batches]) → ``state``; ``integrations/context.py`` is accelerate's and Trainer's side.
 Their groups are an axis of ``comm/topology.py`` ([Note: cpu:gloo]). docs/sequence-parallel.md is the users' page.

@@ -110,9 +110,10 @@ class SlicedAttention:
         return self.attend
 
     def trades(self, module: nn.Module) -> bool:
-        """Return whether a forward of ``module``, one of the model's, is over slices.
+        """Return whether ``module``, one of the model's, is called with slices of sequences now.
 
-        Recomputation under activation checkpointing comes after the forward, maybe after an evaluation: training decides then.
+        Activation checkpointing calls it again after the forward has ended, maybe after an evaluation. Such a call is recognized by the
+        training mode of ``module``.
         """
         return self.sliced or (module.training and torch.is_grad_enabled())
 

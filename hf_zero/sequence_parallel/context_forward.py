@@ -24,8 +24,7 @@ from hf_zero.errors import ConfigError, HfZeroError, StateError, UnsupportedErro
 from hf_zero.sequence_parallel.batches import IGNORED, LABELS, Batch, counted_by_adapter, is_medium, is_slice, mark_slice, whole_batch
 from hf_zero.sequence_parallel.forward import BoundForwards, Randomness, SliceSettings, bound_forwards
 from hf_zero.sequence_parallel.gathered import ContextAttention
-from hf_zero.sequence_parallel.joining import join_loss, join_tokens
-from hf_zero.sequence_parallel.layout import Layout
+from hf_zero.sequence_parallel.joining import Layout, join_loss, join_tokens
 from hf_zero.sequence_parallel.masks import RowMasks
 from hf_zero.sequence_parallel.positions import OwnPositions, WholeRotary, require_even_temperature
 from hf_zero.sequence_parallel.ring import RingAttention, require_ring
@@ -226,7 +225,7 @@ class DividedForwards(BoundForwards):
         return output
 
     def _with_whole_tokens(self, output: Any) -> Any:
-        """Return ``output`` with what it has per token made whole, without the tokens that were added."""
+        """Return ``output`` with its values per token joined to whole sequences, without the tokens that were added."""
 
         def whole(value: Any) -> Any:
             if isinstance(value, tuple):

@@ -32,14 +32,13 @@ from hf_zero.sequence_parallel.joining import cut, join
 from hf_zero.sequence_parallel.masks import modules_of
 from hf_zero.sequence_parallel.sequence_functions import trade_in_functions
 from hf_zero.sequence_parallel.token_flow import Boundary, Places, TokenFlow
-from hf_zero.system.trees import convert_inside
-from hf_zero.tensor_parallel.call_arguments import argument_names, convert_arguments, named_arguments
+from hf_zero.system.trees import argument_names, convert_arguments, convert_inside, named_arguments
 
 _LIBRARY = "transformers.models."
 
 
 class Layers(Protocol):
-    """What this file needs of ``CutLayers``."""
+    """The part of ``CutLayers`` that this file uses."""
 
     length: int
 

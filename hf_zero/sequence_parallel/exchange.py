@@ -142,7 +142,7 @@ def heads_for_sequences(
 
 
 def sequences_for_heads(collectives: Collectives, output: torch.Tensor) -> torch.Tensor:
-    """Return the way back: this rank's slice of the result, with all heads; collective.
+    """Undo ``heads_for_sequences``: return all heads of this rank's slice of the attention's result; collective.
 
     Args:
         collectives: The sequence-parallel group.

@@ -20,7 +20,7 @@ from hf_zero.core.schedule.torch_internals import outside_compile
 from hf_zero.errors import UnsupportedError
 from hf_zero.sequence_parallel.attention import _OF_SLICES, Core, SlicedAttention, with_own_heads
 from hf_zero.sequence_parallel.blocks import Scores, attend, gradients, is_fused, merge
-from hf_zero.sequence_parallel.layout import Layout
+from hf_zero.sequence_parallel.joining import Layout
 
 SDPA = "transformers.integrations.sdpa_attention"  # where the function is whose numbers blocks have
 causal_rows = WeakTensorKeyDictionary()  # masks of this rank's rows in which no token sees a later one

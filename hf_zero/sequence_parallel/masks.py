@@ -27,7 +27,7 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import UnsupportedError
 from hf_zero.sequence_parallel.exchange import join_slices
 from hf_zero.sequence_parallel.gathered import causal_rows
-from hf_zero.sequence_parallel.layout import Layout
+from hf_zero.sequence_parallel.joining import Layout
 
 _LIBRARY = "transformers.masking_utils"
 _JOINED = ("attention_mask", "position_ids", "block_sequence_ids")

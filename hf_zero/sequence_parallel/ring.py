@@ -20,7 +20,7 @@ from hf_zero.errors import UnsupportedError
 from hf_zero.sequence_parallel.attention import Core
 from hf_zero.sequence_parallel.blocks import Scores, attend, gradients, merge
 from hf_zero.sequence_parallel.gathered import SDPA, ContextAttention, causal_rows, require_rows
-from hf_zero.sequence_parallel.layout import Layout
+from hf_zero.sequence_parallel.joining import Layout
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class _Passed:
 
 @dataclass(frozen=True)
 class _Coming:
-    """What is under way from the previous rank."""
+    """Tensors on their way from the previous rank."""
 
     pending: Pending
     passed: _Passed

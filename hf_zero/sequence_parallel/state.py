@@ -13,7 +13,7 @@ from hf_zero.comm.topology import Topology, join_sequence, sequence_topology
 from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.sequence_parallel.context_forward import DividedForwards
 from hf_zero.sequence_parallel.forward import SlicedForwards, SliceSettings, is_bound
-from hf_zero.sequence_parallel.layout import Layout
+from hf_zero.sequence_parallel.joining import Layout
 
 
 class SequenceParallel:

@@ -1,4 +1,4 @@
-"""Layers and losses computed tile by tile along the sequence, so that what lies between input and output exists for one tile at a time.
+"""Layers and losses computed tile by tile along the sequence, so that intermediate tensors exist for one tile at a time.
 
 Arctic Long Sequence Training (arXiv 2506.13996) calls it sequence tiling. Every tile is recomputed in backward by torch's activation
 checkpointing, inside one graph: autograd adds up a parameter's gradients over the tiles before it hands them over, so each arrives once,
@@ -36,7 +36,7 @@ def sequence_tiled_compute(
     Args:
         fn: Called with a tile of each of ``kwargs_to_shard`` and all of ``kwargs_to_pass``, by name.
         seqlen: Elements along the sequence, dimension 1 of all that is tiled.
-        shards: Number of tiles; they have ``ceil(seqlen / shards)`` elements, the last one what is left.
+        shards: Number of tiles; each has ``ceil(seqlen / shards)`` elements, the last one the rest.
         kwargs_to_shard: Tensors of shape (batch, seqlen, ...).
         kwargs_to_pass: Anything else.
         grad_requiring_tensor_key: Which of the tiled tensors needs a gradient; DeepSpeed's, autograd knows.
@@ -156,7 +156,7 @@ class TiledFusedLogitsLoss:
 
 
 class TiledLoss:
-    """A mean loss over tokens from logits that are there already, so that what the loss makes of them exists for one tile at a time."""
+    """A mean loss over tokens from existing logits, so that the loss's intermediate tensors exist for one tile at a time."""
 
     @staticmethod
     def apply(

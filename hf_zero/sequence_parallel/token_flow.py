@@ -24,8 +24,7 @@ from torch.utils._pytree import tree_leaves
 from hf_zero.sequence_parallel.exchange import exchangeable
 from hf_zero.sequence_parallel.masks import modules_of
 from hf_zero.sequence_parallel.sequence_functions import FUSED, RECURRENCES, functions_in, named, problem_of
-from hf_zero.system.trees import tensors_in
-from hf_zero.tensor_parallel.call_arguments import argument_names
+from hf_zero.system.trees import argument_names, tensors_in
 from hf_zero.tensor_parallel.graph import UNIFORM, Call, Op, Value
 from hf_zero.tensor_parallel.rule import Rule
 from hf_zero.tensor_parallel.skeleton import example_inputs, skeleton
@@ -131,7 +130,7 @@ class _TokenTracer(Tracer):
     # -- operations ---------------------------------------------------------------------------------------------------
 
     def record(self, name: str, args: Any, kwargs: dict[str, Any], outputs: list[torch.Tensor], mutates: bool, pointwise: bool) -> None:
-        """Writes down one operation, and whether it mixes tokens."""
+        """Record one operation, and whether it mixes tokens."""
         inputs = [self.value(tensor) for _, tensor in tensors_in([args, kwargs])]
         tokens = self.leaves_of_tokens()
         with_tokens = [value for value in inputs if self.places(value, tokens)]
@@ -239,7 +238,7 @@ class _TokenTracer(Tracer):
             self.sliced.update(value for value in outputs if self.places(value, tokens))
 
     def attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-        """Writes down attention of the interface as one operation; (batch, tokens, heads, width)."""
+        """Record attention of the interface as one operation; (batch, tokens, heads, width)."""
         if self.silent:
             return torch.empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3]), dtype=query.dtype, device=query.device)
         values = [self.value(tensor) for tensor in (query, key, value)]
@@ -392,7 +391,7 @@ def _findings(tracer: _TokenTracer) -> TokenFlow:
 
 
 def _inputs(model: nn.Module, multiple: int = 1) -> dict[str, torch.Tensor]:
-    """Return a call of a length that nothing else in the model has: what has it are tokens."""
+    """Return a call with a number of tokens that no other dimension in the model has, so that a dimension of this size is one of tokens."""
     taken = {size for tensor in (*model.parameters(), *model.buffers()) for size in tensor.shape}
     taken |= {value for module in model.modules() for value in vars(module).values() if isinstance(value, int)}
     length = next(length * multiple for length in _LENGTHS if length * multiple not in taken)

@@ -1,4 +1,4 @@
-"""Inputs of a forward whose layers are cut: whole sequences for what comes before the layers, slices or wholes for the loss."""
+"""Inputs of a forward whose layers are cut: whole sequences for the modules before the layers, slices or whole sequences for the loss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_zero.sequence_parallel.batches import counted_by_adapter, is_medium, lab
 from hf_zero.sequence_parallel.cut_layers import CutLayers
 from hf_zero.sequence_parallel.joining import cut, join
 from hf_zero.sequence_parallel.token_flow import TokenFlow, without_cache
-from hf_zero.tensor_parallel.call_arguments import argument_names
+from hf_zero.system.trees import argument_names
 
 _TOKENS = ("input_ids", "inputs_embeds")
 _LOSS = ("labels", "shift_labels")
@@ -23,7 +23,7 @@ _SHARED_LOSS = "ForCausalLMLoss"  # transformers' own, which takes labels that w
 
 
 class WholeInputs:
-    """What a model's forward gets and gives where its layers are cut.
+    """Conversion of the arguments and the result of a model's forward whose layers run on slices.
 
     Attributes:
         layers: The hooks inside.
@@ -43,8 +43,9 @@ class WholeInputs:
         self._takes_positions = "position_ids" in inspect.signature(base.forward).parameters
         if self._why_whole and flow.last_calls > 1:
             raise UnsupportedError(
-                f"sequence parallelism: {type(base).__name__} needs whole sequences behind its layers ({self._why_whole}), and calls the "
-                f"last one, {flow.last}, {flow.last_calls} times"
+                f"sequence parallelism: after its layers {type(base).__name__} needs whole sequences ({self._why_whole}), which are joined "
+                f"after the last layer, {flow.last}; but one forward calls this layer {flow.last_calls} times, and one call is allowed. "
+                "Remove sequence_parallel_size for this model"
             )
         self.layers = CutLayers(model, attention, flow, bool(self._why_whole))
         _tell_cost(type(base).__name__, flow, self._why_whole)
@@ -86,7 +87,7 @@ class WholeInputs:
         return (), given
 
     def leave(self, output: Any) -> Any:
-        """Return what the forward gives, with logits of the slice."""
+        """Return the result of the forward, with logits of the slice."""
         logits = getattr(output, "logits", None)
         if isinstance(logits, torch.Tensor) and logits.dim() == 3 and logits.shape[1] == self.layers.length:
             output["logits"] = cut(self._collectives, logits, 1)
@@ -107,7 +108,7 @@ class WholeInputs:
             )
 
     def _set_labels(self, given: dict[str, Any]) -> None:
-        """Give the loss what it can use: shifted labels of the slice, or the labels of whole sequences."""
+        """Set the labels that the loss can use: shifted labels of the slice, or the labels of whole sequences."""
         if not self._why_whole:
             return
         if not self._own_loss:  # the loss that all share takes labels that were shifted before

@@ -14,9 +14,8 @@ from hf_zero.core.units.marks import TpShard, Wholes, mark_tp_shard, mark_whole_
 from hf_zero.core.units.registration import unregister
 from hf_zero.core.units.unit import find_unit, full_shape
 from hf_zero.errors import ConfigError
-from hf_zero.system.trees import convert_inside
+from hf_zero.system.trees import argument_names, convert_arguments, convert_inside
 from hf_zero.tensor_parallel import functions
-from hf_zero.tensor_parallel.call_arguments import argument_names, convert_arguments
 from hf_zero.tensor_parallel.functions import ModelGroup, Part
 from hf_zero.tensor_parallel.logits import VocabularyLogits
 from hf_zero.tensor_parallel.plan import GATHERED, SCATTERED, VOCABULARY, Boundary, SplitParameter, TpPlan, starred

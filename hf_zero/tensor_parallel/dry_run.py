@@ -18,8 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
-from hf_zero.system.trees import tensors_in
-from hf_zero.tensor_parallel.call_arguments import argument_names, convert_arguments
+from hf_zero.system.trees import argument_names, convert_arguments, tensors_in
 from hf_zero.tensor_parallel.graph import FunctionCall, Graph, Value
 from hf_zero.tensor_parallel.skeleton import skeleton
 from hf_zero.tensor_parallel.solve import SLICE, SPLIT, Solution

@@ -165,12 +165,6 @@ class TpPlan:
             grouped.setdefault((starred(path), entry.split, entry.source, entry.reason), 0)
         yield from grouped
 
-    def split_share(self, linear: Mapping[str, int]) -> float:
-        """Return the fraction of linear weights that is divided; ``linear`` has the number of elements of each linear layer by path."""
-        total = sum(linear.values())
-        split = sum(numel for path, numel in linear.items() if path in self.modules and self.modules[path].split != WHOLE)
-        return split / total if total else 0.0
-
 
 def starred(path: str) -> str:
     """Return ``path`` with a star in place of each number."""

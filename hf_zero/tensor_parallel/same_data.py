@@ -15,7 +15,7 @@ from torch import nn
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import StateError
-from hf_zero.tensor_parallel.call_arguments import named_arguments
+from hf_zero.system.trees import named_arguments
 
 TENSOR_GROUP_TEXT: Final = "Data inconsistency within the TP group. Please check the Dataloader implementation to ensure consistency."
 

@@ -12,9 +12,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from hf_zero.system.trees import tensors_in
+from hf_zero.system.trees import named_arguments, tensors_in
 from hf_zero.tensor_parallel import rules
-from hf_zero.tensor_parallel.call_arguments import named_arguments
 from hf_zero.tensor_parallel.graph import BUFFER, CONSTANT, INPUT, PARAMETER, RESULT, UNIFORM, Call, FunctionCall, Graph, Op, Value
 from hf_zero.tensor_parallel.rule import FAKE_COUNT, Rule, Shape, fresh, opaque, values_of
 

@@ -14,10 +14,16 @@ from torch import Tensor, nn
 
 import hf_zero
 from hf_zero.activation_checkpointing import host_activations
-from hf_zero.activation_checkpointing.host_activations import HostActivations, SavedHere, SavedOnHost, moves_to_host
+from hf_zero.activation_checkpointing.host_activations import (
+    HostActivations,
+    SavedHere,
+    SavedOnHost,
+    is_resident,
+    mark_resident,
+    moves_to_host,
+)
 from hf_zero.core.schedule.runtime import SavedTensors
 from hf_zero.errors import StateError
-from hf_zero.memory.residents import is_resident, mark_resident
 from tests.support import host_activations as flags
 from tests.support import ranks
 from tests.support.models import CASES

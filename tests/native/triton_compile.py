@@ -12,7 +12,7 @@ import triton  # type: ignore[import-not-found]
 from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found]
 from triton.compiler import ASTSource  # type: ignore[import-not-found]
 
-from hf_zero.native import triton_codes_kernel, triton_kernel, triton_quantize_kernel
+from hf_zero.native import triton_kernels
 from hf_zero.native.block_codes import LARGEST
 
 _FLOATS = (
@@ -60,13 +60,13 @@ def main() -> None:
     """Every type and flag; integers that are 1 in a launch are constants of the compiled kernel, so both ways."""
     for target, moment, low, mode in itertools.product(TARGETS, ("*fp32", "*bf16"), (None, "*bf16", "*fp16"), (0, 1, 2)):
         types = {"grad": low or "*fp32", "exp_avg": moment, "exp_avg_sq": moment, "low": low or "*fp32"}
-        build(triton_kernel.adam, {"DECAY_MODE": mode, "HAS_LOW": low is not None, "BLOCK": 1024}, target, types)
+        build(triton_kernels.adam, {"DECAY_MODE": mode, "HAS_LOW": low is not None, "BLOCK": 1024}, target, types)
     for target, kind in itertools.product(TARGETS, ("*bf16", "*fp16")):
-        build(triton_kernel.take_changed, {"BLOCK": 2048}, target, {"shard": kind})
+        build(triton_kernels.take_changed, {"BLOCK": 2048}, target, {"shard": kind})
     codes: list[tuple[Any, tuple[str, ...], tuple[str, ...]]] = [
-        (triton_codes_kernel.compress, ("HAS_FRESH", "HAS_SENT", "HAS_ALIVE"), ("bits_stride", "scales_stride")),
-        (triton_codes_kernel.decompress, ("HAS_ALIVE",), ("bits_stride", "scales_stride")),
-        (triton_codes_kernel.take, ("DECAYS", "EPS_INSIDE", "HAS_ALIVE"), ("first", "begin")),
+        (triton_kernels.compress, ("HAS_FRESH", "HAS_SENT", "HAS_ALIVE"), ("bits_stride", "scales_stride")),
+        (triton_kernels.decompress, ("HAS_ALIVE",), ("bits_stride", "scales_stride")),
+        (triton_kernels.take, ("DECAYS", "EPS_INSIDE", "HAS_ALIVE"), ("first", "begin")),
     ]
     for target, (kernel, flags, ones) in itertools.product(TARGETS, codes):
         workers = [{"WORKERS": count} for count in (1, 3)] if "WORKERS" in kernel.arg_names else [{}]
@@ -86,7 +86,7 @@ def quantized() -> None:
             constants = {"BITS": bits, "BLOCK": 256, **more}
             built = [
                 build(
-                    triton_quantize_kernel.quantize,
+                    triton_kernels.quantize,
                     {**constants, "LARGEST": largest, "HAS_ERROR": kept},
                     target,
                     {"values": kind},
@@ -95,7 +95,7 @@ def quantized() -> None:
                 for kept in (False, True)
             ]
             built += [
-                build(triton_quantize_kernel.dequantize, {**constants, "WORKERS": workers}, target, {"out": kind}, enable_fp_fusion=False)
+                build(triton_kernels.dequantize, {**constants, "WORKERS": workers}, target, {"out": kind}, enable_fp_fusion=False)
                 for workers in (1, 3)
             ]
             assert not any("fma.rn.f32" in one.asm["ptx"] for one in built), "products and sums round by themselves"

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
-from hf_zero.pipeline.added_in_place import InPlaceCollector
-from hf_zero.pipeline.train import backward_of
+from hf_zero.pipeline.train import InPlaceCollector, backward_of
 from tests.pipeline.pipelines import check, check_schedule, train_by_schedule, with_stages
 from tests.support import parity, ranks
 from tests.support.models import CASES, Batch, ModelCase

@@ -18,7 +18,7 @@ from hf_zero.errors import UnsupportedError
 from hf_zero.sequence_parallel import blocks
 from hf_zero.sequence_parallel.blocks import Scores
 from hf_zero.sequence_parallel.gathered import ContextAttention
-from hf_zero.sequence_parallel.layout import Layout
+from hf_zero.sequence_parallel.joining import Layout
 from hf_zero.sequence_parallel.ring import _Ring, _Rules
 from tests.sequence_parallel.context import check, config, script_batch
 from tests.sequence_parallel.kinds import MASKS, mistral

@@ -80,7 +80,7 @@ def measure(name: str, changes: dict[str, Any] | None = None, dtype: torch.dtype
     from hf_zero.comm.topology import build_topology
     from hf_zero.tensor_parallel.apply import apply_plan
     from hf_zero.tensor_parallel.functions import ModelGroup, Part
-    from hf_zero.tensor_parallel.plan import COLUMN, ROW, TpPlan
+    from hf_zero.tensor_parallel.plan import COLUMN, ROW, WHOLE, TpPlan
     from hf_zero.tensor_parallel.planner import make_plan
     from hf_zero.tensor_parallel.solve import is_linear
 
@@ -102,9 +102,10 @@ def measure(name: str, changes: dict[str, Any] | None = None, dtype: torch.dtype
         return row
     plan = TpPlan.from_dict(_made_once(group.collectives, lambda: make_plan(split, ranks.world()).to_dict()))
     linear = {path: child.weight.numel() for path, child in split.named_modules() if is_linear(type(child))}
-    row.share = plan.split_share(linear)
-    along = sum(numel for path, numel in linear.items() if path in plan.modules and plan.modules[path].split in (COLUMN, ROW))
-    row.flow = along / max(sum(linear.values()), 1)
+    splits = {path: plan.modules[path].split for path in linear if path in plan.modules}
+    total = max(sum(linear.values()), 1)
+    row.share = sum(linear[path] for path, kind in splits.items() if kind != WHOLE) / total
+    row.flow = sum(linear[path] for path, kind in splits.items() if kind in (COLUMN, ROW)) / total
     apply_plan(split, plan, group)
     found = run(split, batch)
     row.loss, row.logits = relative(found[0], expected[0]), relative(found[1], expected[1])

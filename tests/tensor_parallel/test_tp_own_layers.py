@@ -15,7 +15,7 @@ from hf_zero.comm.topology import build_topology
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.marks import tp_shard_of
 from hf_zero.errors import ConfigError
-from hf_zero.tensor_parallel.own_layers import mark_own_layers
+from hf_zero.tensor_parallel.split import mark_own_layers
 from tests.support import ranks
 from tests.tensor_parallel.mpu import Mpu, made
 

@@ -67,7 +67,7 @@ class Task:
         what: For messages.
         target: Where it goes.
         write: Writes this rank's files.
-        commit: Completes the checkpoint, on rank 0; gets what every rank told before and what it has written.
+        commit: Completes the checkpoint, on rank 0; gets the facts that every rank sent before, and the files that it has written.
         everywhere: Does all of that on every rank, over a network of its own, where ranks have no folder in common; None otherwise.
     """
 
@@ -79,12 +79,12 @@ class Task:
 
 
 class Background:
-    """Writes one checkpoint at a time in a thread, while the training loop goes on.
+    """Writer of checkpoints, one at a time, in a thread beside the training loop.
 
     Args:
         rank: This process among those that save together.
         timeout: Seconds without any progress after which rank 0 stops waiting for another rank.
-        limit_bytes: Host memory for the copy; what does not fit is written before ``save_checkpoint`` returns. None: no limit.
+        limit_bytes: Host memory for the copy; tensors that do not fit are written before ``save_checkpoint`` returns. None: no limit.
         promised: A save that is lost at the end of the process changes its exit status.
     """
 
@@ -100,7 +100,7 @@ class Background:
     # -- the copy
 
     def copy(self, files: Mapping[str, list[Entry]]) -> tuple[dict[str, list[Entry]], dict[str, list[Entry]]]:
-        """Copies the arrays of ``files`` to host memory.
+        """Copy the arrays of ``files`` to host memory.
 
         Returns:
             Files that found no room, as they were; and the others, over the copy.
@@ -227,7 +227,7 @@ class Background:
         return self._running is not None and self._running.thread.is_alive()
 
     def finish(self, net: Collectives) -> None:
-        """Waits until the last save is on the disk; collective.
+        """Wait until the last save is on the disk; collective.
 
         Raises:
             CheckpointError: It failed; on every rank, with the same text.
@@ -245,7 +245,7 @@ class Background:
             raise
 
     def close(self) -> None:
-        """Waits for the last save without asking other ranks; its error has been logged, and the exit status will tell. Frees the copy."""
+        """Wait for the last save without asking other ranks, and free the copy; its error is in the log and in the exit status."""
         running, self._running = self._running, None
         if running is not None:
             running.thread.join()
@@ -276,7 +276,7 @@ class _Running:
         self.heard: Callable[[], None] = lambda: None
 
     def raise_error(self) -> None:
-        """Raises what this rank has to tell."""
+        """Raise the error of the save that this rank has found, if there is one."""
         if self.error is not None and not isinstance(self.error, _ToldByRank):
             raise self.error
 

@@ -26,7 +26,7 @@ _PART = re.compile(r"\.(.+)\.[0-9a-f]{8}\.part")
 
 
 def check_tag(tag: str) -> str:
-    """Returns ``tag`` when it can name a folder.
+    """Return ``tag`` if it can name a folder.
 
     Raises:
         CheckpointError: It is empty, hidden, or more than one path component.
@@ -80,7 +80,7 @@ def find(load_dir: Place, tag: str) -> Place:
     """Return the folder with the files of the complete checkpoint ``tag``.
 
     Raises:
-        CheckpointError: There is none; names what is missing and the newest complete one.
+        CheckpointError: There is none; names the missing files and the newest complete checkpoint.
     """
     found = complete_or_previous(load_dir, check_tag(tag))
     if found is not None:
@@ -95,7 +95,7 @@ def find_latest(load_dir: Place) -> Place | None:
     a warning; None when nothing was ever saved.
 
     Raises:
-        CheckpointError: ``latest`` names no folder name, or what it names is incomplete and there is no other.
+        CheckpointError: ``latest`` has no valid folder name, or its folder is incomplete and there is no other checkpoint.
     """
     tag = read_latest(load_dir)
     found = complete_or_previous(load_dir, tag) if tag is not None else None

@@ -32,11 +32,11 @@ _WINDOW_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Disks:
-    """Which ranks see one disk.
+    """Division of the ranks into groups that write to one disk, each with a leader.
 
     Attributes:
-        leaders: For each rank the one that makes and completes the folder it writes into.
-        rank: This one.
+        leaders: For each rank the leader of its disk, which makes and completes the folder that the rank writes into.
+        rank: This rank.
     """
 
     leaders: tuple[int, ...]
@@ -56,7 +56,7 @@ class Disks:
 
 
 def begin(net: Collectives, what: str, place: tuple[Path, str], number: str, job: Collection[Process]) -> Disks:
-    """Makes the hidden folder on every node's disk; collective.
+    """Make the hidden folder on every node's disk; collective.
 
     Args:
         net: All ranks.
@@ -101,7 +101,7 @@ def _leader(folder: Path) -> int:
 
 
 def share(net: Collectives, disks: Disks, what: str, folder: Path, written: list[Mapping[str, FileRecord]]) -> None:
-    """Copies the files that every rank may read to the disks that lack them; collective.
+    """Copy the files that every rank may read to the disks that lack them; collective.
 
     Args:
         net: All ranks.
@@ -203,7 +203,7 @@ def find(net: Collectives, what: str, load_dir: Path, tag: str | None) -> Path |
         The folder on this rank's disk; None when no tag is given and no node has anything.
 
     Raises:
-        CheckpointError: There is none that all nodes have; on every rank, naming what each node has.
+        CheckpointError: No checkpoint is on all nodes; on every rank, with the checkpoints of each node.
     """
     here: dict[tuple[str, str], Path] = {}
 

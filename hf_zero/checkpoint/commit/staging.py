@@ -87,7 +87,7 @@ def begin(save_dir: Path, tag: str, number: str | None = None) -> Path:
 
 
 def clear(save_dir: Path, tag: str, job: Collection[Process] = ()) -> None:
-    """Makes ``save_dir`` ready for a save: hidden folders of killed ones go away.
+    """Prepare ``save_dir`` for a save: remove hidden folders that killed saves have left.
 
     Args:
         save_dir: Folder of all checkpoints; made if missing.
@@ -113,7 +113,7 @@ def clear(save_dir: Path, tag: str, job: Collection[Process] = ()) -> None:
 
 
 def _refuse_foreign(final: Path) -> None:
-    """Refuses to replace what is no checkpoint of ours."""
+    """Raise unless ``final`` is absent or a folder that a save of hf_zero may replace."""
     advice = "choose another tag, or move it away"
     if final.is_symlink():
         raise CheckpointError(f"{final} is a link; {advice}")
@@ -147,7 +147,7 @@ def _has_sign(folder: Path) -> bool:
 
 
 def _refuse_second(folder: Path, tag: str, writer: Process) -> None:
-    """Refuses a second save of a tag while another process is known to be at it."""
+    """Raise if another process is known to write the same tag now."""
     who = f"process {writer.pid} of {writer.place.partition(' ')[0]}"
     if writer.is_alive():
         raise CheckpointError(
@@ -187,7 +187,7 @@ def leader_of(folder: Path) -> int | None:
 
 
 def finalize(folder: Path, index: str) -> None:
-    """Writes index and marker into a hidden folder: it is complete from here on.
+    """Write index and marker into a hidden folder, which is complete then.
 
     Raises:
         CheckpointError: It is another process' folder.
@@ -203,7 +203,7 @@ def _check_writer(folder: Path, writer: dict[str, Any] | None) -> None:
 
 
 def publish(folder: Path, save_dir: Path, tag: str, keep_previous: bool = False) -> Path:
-    """Gives a finalized folder its name; the checkpoint that has it stays complete under a hidden one until then or ``drop_previous``.
+    """Give a finalized folder its name; the checkpoint that has this name now stays complete under a hidden one.
 
     Raises:
         CheckpointError: It is another process' folder.
@@ -227,12 +227,12 @@ def publish(folder: Path, save_dir: Path, tag: str, keep_previous: bool = False)
 
 
 def abandon(folder: Path) -> None:
-    """Removes a hidden folder after a failure; every rank may call it, the one that made it removes it."""
+    """Remove a hidden folder after a failure. Every rank may call it; only the rank that made the folder removes it."""
     _open.discard(folder.name)
     own_files.remove_folder(folder, is_ours)
 
 
-# -- what has been replaced -------------------------------------------------------------------------------------------
+# -- replaced checkpoints ---------------------------------------------------------------------------------------------
 
 
 def drop_previous(save_dir: Path) -> None:
@@ -267,7 +267,7 @@ def _remove_named(folder: Path) -> None:
 
 
 def take_back(save_dir: Path, tag: str, wanted: set[tuple[str, str]]) -> None:
-    """Gives the previous checkpoint of ``tag`` its name back where it is ``wanted``, by tag and digest, and the present one is not."""
+    """Give the previous checkpoint of ``tag`` its name back if it is ``wanted`` (tag and digest) and the present one is not."""
     final, previous = save_dir / tag, previous_folder(save_dir, tag)
     if is_complete(previous) and (tag, marker_of(previous)) in wanted and (not is_complete(final) or (tag, marker_of(final)) not in wanted):
         _drop(final, previous)
@@ -281,7 +281,7 @@ def script_bytes() -> bytes:
 
 
 def write_script(save_dir: Path) -> None:
-    """Puts ``zero_to_fp32.py`` beside the checkpoints, unless it is there."""
+    """Put ``zero_to_fp32.py`` beside the checkpoints, unless it is there."""
     script, path = script_bytes(), save_dir / SCRIPT_FILE
     try:
         there = None if path.is_symlink() else read_bytes(path, len(script))

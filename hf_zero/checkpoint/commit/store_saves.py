@@ -239,7 +239,7 @@ def _finish(save_dir: ObjectPath, record: dict[str, Any], number: str) -> None:
 
 
 def _delete_files(folder: ObjectPath, number: str | None) -> None:
-    """Delete the files of the save ``number`` of a tag that have names of ours, the marker first."""
+    """Delete the files that the save ``number`` of a tag has written, its marker first; keep files with other names. None: do nothing."""
     if number is None:
         return
     place = folder if number == _FLAT else folder / number

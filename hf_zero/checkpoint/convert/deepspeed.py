@@ -75,7 +75,9 @@ def _read(folder: Path, trust_pickle: bool) -> Source:
         else source.integer(counts, "partition_count", 1)
     )
     if world != len(files):
-        raise CheckpointError(f"{folder} was written by {world} ranks, but has {len(files)} files *_optim_states.pt: some are missing")
+        raise CheckpointError(
+            f"{folder} was written by {world} ranks, but has {len(files)} files *_optim_states.pt. Copy the complete folder"
+        )
     if stage > 3 or [_rank_of(path) for path in files] != list(range(world)):
         raise CheckpointError(
             f"{folder} was written at stage {stage}, with files of the ranks {[_rank_of(path) for path in files]}; expected a "
@@ -83,7 +85,10 @@ def _read(folder: Path, trust_pickle: bool) -> Source:
         )
     model_files = [source.mapping(load_torch_file(path), path.name) for path in (models if stage == 3 else models[:1])]
     if stage == 3 and len(model_files) != world:
-        raise CheckpointError(f"{folder} was written by {world} ranks, but has {len(model_files)} files *_model_states.pt")
+        raise CheckpointError(
+            f"{folder} was written by {world} ranks, but has {len(model_files)} files *_model_states.pt, and stage 3 writes "
+            "one per rank. Copy the complete folder"
+        )
     reader = _Stage3(folder, ranks, model_files) if stage == 3 else _Stage12(folder, ranks, model_files)
     return reader.source(stage)
 

@@ -37,7 +37,7 @@ from hf_zero.system.reading import reading
 
 
 def read_checkpoint(folder: Place) -> Source:
-    """Opens the folder with the files of one tag, see ``folders.files_of``.
+    """Open the folder with the files of one tag, see ``folders.files_of``.
 
     Raises:
         CheckpointError: It is damaged.
@@ -113,7 +113,7 @@ def _buffer_row(reader: RangeReader, file: str, name: str) -> Elsewhere:
 
 
 def write_checkpoint(source: Source, save_dir: Place, tag: str | None, progress: Progress) -> Place:
-    """Writes ``source`` as a checkpoint that ``load_checkpoint`` and ``resume_from_checkpoint`` take; complete or not at all.
+    """Write ``source`` as a checkpoint that ``load_checkpoint`` and ``resume_from_checkpoint`` take; complete or not at all.
 
     Args:
         source: Model and state to write.
@@ -146,7 +146,7 @@ def planned_index(source: Source, tag: str) -> tuple[Encoder, Index]:
     """Return the future index without its files, and the encoder that holds the tensors of its values.
 
     Raises:
-        CheckpointError: A value cannot be saved, or the source says what no run can have been; names the source.
+        CheckpointError: A value cannot be saved, or the source has numbers that no run can have saved; names the source.
     """
     with reading(source.what, CheckpointError):
         encoder = Encoder()

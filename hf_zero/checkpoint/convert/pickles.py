@@ -155,7 +155,9 @@ def checked_key(key: Any) -> Any:
     """
     if isinstance(key, (*_KEYS, Inert)) or (isinstance(key, tuple) and all(isinstance(part, _KEYS) for part in key)):
         return key
-    raise TypeError(f"it uses a {type(key).__name__} as a key")
+    raise TypeError(
+        f"it uses a {type(key).__name__} as the key of a dict or as a member of a set; numbers, strings and tuples of these are allowed"
+    )
 
 
 _MOST_BITS = 160  # limit of a whole number

@@ -1,4 +1,4 @@
-"""``hf-zero convert``: finds out what a folder is, and writes it in another form."""
+"""``hf-zero convert``: recognize the format of a folder, and write it in another one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Conversion:
             object store: checkpoints of ours.
         target: Folder to write; for ``hf_zero`` also a place in an object store.
         to: One of ``TARGETS``; None: ``hf`` from a checkpoint of ours, else ``hf_zero``.
-        tag: Which checkpoint of the source, and the name of what is written for ``hf_zero``; None is what ``latest`` names.
+        tag: Checkpoint of the source, and name of the checkpoint that is written for ``hf_zero``; None: the one that ``latest`` names.
         dtype: Type of the weights written for ``hf``.
         max_shard_bytes: Size of one file written for ``hf``.
         trust_pickle: The user allows pickles.
@@ -82,7 +82,7 @@ def _write(wanted: Conversion, to: str, source: Source, progress: Progress) -> s
 
 
 def _copy_beside(wanted: Conversion, source: Source) -> None:
-    """Copy what Trainer and Accelerate keep beside a checkpoint, between folders."""
+    """Copy the files that Trainer and Accelerate keep beside a checkpoint, from folder to folder."""
     if source.optimizer is None or isinstance(wanted.source, Path) and deepspeed.is_deepspeed(wanted.source):
         return
     if isinstance(wanted.source, Path) and isinstance(wanted.target, Path):

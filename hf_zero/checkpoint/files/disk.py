@@ -164,7 +164,7 @@ class Disk:
         work()
 
     def give_back(self, buffer: mmap.mmap) -> None:
-        """Takes a buffer that nothing is to be written from."""
+        """Take back a buffer whose bytes will not be written."""
         if self._free is not None:
             self._free.append(buffer)
 
@@ -192,7 +192,7 @@ class DiskFile:
     direct: bool
 
     def __post_init__(self) -> None:
-        self._position = 0  # of what the buffer begins with
+        self._position = 0  # place in the file of the buffer's first byte
         self._begun = 0  # bytes that the kernel was asked to store
         self._buffer: mmap.mmap | None = None
         self._filled = 0
@@ -252,7 +252,7 @@ class DiskFile:
 
     @contextmanager
     def named(self) -> Iterator[None]:
-        """Gives an ``OSError`` the name of the file, and removes that."""
+        """Add the name of the file to an ``OSError``, and remove the file."""
         try:
             yield
         except OSError as error:
@@ -268,7 +268,7 @@ def _aligned() -> mmap.mmap:
 
 
 def _put(descriptor: int, data: memoryview, position: int) -> None:
-    """Writes all of ``data`` at ``position``."""
+    """Write all of ``data`` at ``position``."""
     refused = False
     while data:
         try:

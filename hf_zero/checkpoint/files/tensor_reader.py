@@ -144,7 +144,7 @@ class Copy:
 
 
 class RangeReader:
-    """Reads ranges of the tensors of one folder, a window at a time, and verifies each chunk it touches.
+    """Reader of ranges of the tensors of one folder, a window at a time; it verifies the checksum of each chunk.
 
     Attributes:
         bytes_read: Bytes read from files so far.
@@ -196,7 +196,7 @@ class RangeReader:
     def whole(self, file: str, tensor: str) -> torch.Tensor:
         """Return a new host tensor with all of ``tensor``."""
         record = self.record(file, tensor)
-        with self._opened(file):  # as long as the index says, before there is room for what it says
+        with self._opened(file):  # its length is checked against the index before memory is allocated
             pass
         value = torch.empty(math.prod(record.shape), dtype=DTYPES[record.dtype])
         self.read([Copy(file, tensor, 0, value)])

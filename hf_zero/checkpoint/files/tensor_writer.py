@@ -78,7 +78,7 @@ def write_tensor_file(
     disk: Disk | Uploads | None = None,
     folder: Folder | None = None,
 ) -> FileRecord:
-    """Writes a new safetensors file and forces it to the disk.
+    """Write a new safetensors file and force it to the disk.
 
     Tensors pass through a window of 4 MiB at a time; none is copied whole.
 
@@ -116,7 +116,7 @@ def _write_tensor_file(
             checksum = Checksum()
             offset = end
             for window in _windows(entry.pieces, entry.dtype.itemsize, window_buffer):
-                for start in range(0, len(window), _SUMMED_BYTES):  # what has been summed is in the cache when it is written
+                for start in range(0, len(window), _SUMMED_BYTES):  # bytes that have been summed are in the cache when they are written
                     part = window[start : start + _SUMMED_BYTES]
                     checksum.update(part)
                     file.write(part)

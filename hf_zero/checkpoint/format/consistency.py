@@ -23,7 +23,7 @@ from hf_zero.checkpoint.format.names import (
     values_file,
 )
 from hf_zero.checkpoint.format.records import FileRecord, GroupRecord, LooseRecord, OptimizerRecord, ParamRecord, UnitRecord, check_tp_shard
-from hf_zero.core.schedule.gradient_exchanges import GRADIENT_ERROR
+from hf_zero.core.schedule.gradient_sums import GRADIENT_ERROR
 from hf_zero.core.units.layout import FROZEN
 from hf_zero.errors import CheckpointError
 from hf_zero.onebit.sharded import SERVER_ERROR, WORKER_ERROR
@@ -157,7 +157,10 @@ def check_names(
             raise CheckpointError(f"the index lists parameter {record.name} in {shown(record.file)}, which has no such tensor")
         check_tp_shard(f"parameter {record.name}", record)
         if record.tp_shard.local_shape != tensor.shape:
-            raise CheckpointError(f"parameter {record.name} has another shape in {record.file} than the index says")
+            raise CheckpointError(
+                f"parameter {record.name} has another shape in {record.file}, {tuple(tensor.shape)}, than the index says, "
+                f"{tuple(record.tp_shard.local_shape)}"
+            )
         wanted[record.file].add(record.name)
         _add_place(places, ("loose", int(found[4] or 0)), record, FROZEN)
     for name, file in buffers.items():

@@ -9,7 +9,7 @@ from hf_zero.checkpoint.files.rows import Entry, whole
 from hf_zero.checkpoint.files.tensor_reader import Copy, RangeReader
 from hf_zero.checkpoint.format.names import DTYPES, shard_file
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
-from hf_zero.core.schedule.gradient_exchanges import GRADIENT_ERROR
+from hf_zero.core.schedule.gradient_sums import GRADIENT_ERROR
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import CheckpointError

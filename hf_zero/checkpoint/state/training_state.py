@@ -26,7 +26,7 @@ class Stateful(Protocol):
         """Return the state."""
 
     def load_state_dict(self, state: Any) -> Any:
-        """Takes a state back."""
+        """Load a state that ``state_dict`` has returned."""
 
 
 @dataclass(frozen=True)

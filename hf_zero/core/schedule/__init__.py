@@ -66,18 +66,18 @@ without a copy) → ``Collector.add`` copies it into the unit's flat buffer and 
 together ([Note: kept gradients]). ``Reducer.proceed`` sends units from last to first: a unit is sent when it and all units after it in the
 model are complete; units that are incomplete at the end of backward are sent then, with zeros for missing gradients. Where backward
 unshards too, the position of a unit in [Note: one order] may make it go before it is complete, or delay it. ``UnitGradients.start_reduce``
-gets the hops of the reduction from the ``GradientExchange`` (``hops.py``): usually one, the sum over all ranks to the owner.
+gets the hops of the reduction from the ``GradientExchange`` (``gradient_sums.py``): usually one, the sum over all ranks to the owner.
 ``Reducer._finish`` waits for each hop and starts the next one, and ``GradientSum.add`` adds the result of the last hop to the unit's sum. A
-feature adds a class of its own, without a change to this code: other hops (``gradient_exchanges.py``, ``onebit/step.py``), another sum
-(``ReplicatedSum``), another collector (of a pipeline, where autograd adds gradients in the buffer: ``pipeline/added_in_place.py``). On a
+feature adds a class of its own, without a change to this code: other hops (``QuantizedExchange``, ``onebit/step.py``), another sum
+(``ReplicatedSum``), another collector (of a pipeline, where autograd adds gradients in the buffer: ``pipeline/train.py``). On a
 device all of this runs on the stream that the backward began on ([Note: one stream for gradients]).
 
-At stage 0 ``param.grad`` shows the reduced gradient (``core/schedule/shown_gradients.py``, [Note: shown gradients]). Gradients that a
+At stage 0 ``param.grad`` shows the reduced gradient (``core/schedule/read_gradients.py``, [Note: shown gradients]). Gradients that a
 script assigns to it are found at the boundary (``core/step/written.py``); their mean over ranks replaces the reduced gradient.
 At stages 1 to 3 a read of ``param.grad`` gathers it, or warns (``core/schedule/read_gradients.py``, [Note: read gradients]).
 Other code than a script's reads torch's own gradient through ``gradients_of``.
 
-Where shard groups have replicas, ``ReplicatedSum`` (``core/schedule/gradient_exchanges.py``) adds the last hop ([Note: two sums]):
+Where shard groups have replicas, ``ReplicatedSum`` (``core/schedule/gradient_sums.py``) adds the last hop ([Note: two sums]):
 micro-steps are added up inside the group, and the backward of a boundary sends each unit's sum to its replicas when the reducer takes it
 from its queue. Unshards, updates and their all-gathers, and norms run inside the group (the groups hold the same bits). ``zero.Init`` also
 shards over the group. A sum over a node that is then summed over the nodes (``comm/nodes.py``, [Note: swizzled parts]) has another hop: the
@@ -91,7 +91,7 @@ other back ends the native calls are used.
 
 With ZeRO++ (docs/quantized-collectives.md) messages are codes of blocks of elements (``native/quantize.py``, [Note: the code of a block]);
 ``comm/quantized.py`` encodes and decodes them over any back end. ``Unit.start_all_gather`` sends codes where the schedule unshards, never
-where a caller pins a unit ([Note: exact values]), and a ``QuantizedExchange`` (``core/schedule/gradient_exchanges.py``) reduces codes, in
+where a caller pins a unit ([Note: exact values]), and a ``QuantizedExchange`` (``core/schedule/gradient_sums.py``) reduces codes, in
 two hops over several nodes, with LoCo's errors ([Note: errors of gradients]). The step notifies the exchange when it is over; checkpoints
 get the errors through the optimizer's ``memory``. With tensor parallelism, parameters that all ranks hold alike have units of their own
 ([Note: codes beside split layers]).
@@ -107,7 +107,7 @@ The stages, with H ranks in a node and N ranks in all; bytes are per parameter a
   rank updates its shard and sends it to each node; 14/N + 2/H bytes.
 
 The last one is ``hf_zero.param_shard_size`` ([Note: parameters in the node]): the secondary copies of hpZ, which updates refill
-(``SecondaryCopy.fill``), and the two hops of ``core/schedule/gradient_exchanges.py``. ``comm/nodes.py`` reports how many ranks a node has,
+(``SecondaryCopy.fill``), and the two hops of ``core/schedule/gradient_sums.py``. ``comm/nodes.py`` reports how many ranks a node has,
 a number that all ranks agree on, and which groups fit.
 
 Stage 1 reduces in every backward like stages 2 and 3 ([Note: when stage 1 reduces]): the order of summation (ranks first, micro-steps

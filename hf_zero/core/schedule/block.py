@@ -10,8 +10,8 @@ from torch import nn
 
 from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.schedule.reducer import Reducer
-from hf_zero.core.units.derived import HasDerived, keepers
 from hf_zero.core.units.layout import UnitState
+from hf_zero.core.units.shard import HasDerived, keepers
 from hf_zero.core.units.unit import Unit
 from hf_zero.observe import logger
 

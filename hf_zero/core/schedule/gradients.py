@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from hf_zero.comm.collectives import Pending
-from hf_zero.core.schedule.hops import GradientExchange, GradientPolicy, Hop
+from hf_zero.core.schedule.gradient_sums import GradientExchange, GradientPolicy, GradientSum, Hop
 from hf_zero.core.units.layout import ParamSlot
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import StateError
@@ -262,91 +262,6 @@ class Collector:
         """Yield the tensors that hold gradients now."""
         yield from self._kept.values()
         yield from (tensor for tensor in (self.flat, self._aside) if tensor is not None)
-
-
-# Called from any thread with the unit, its gradient so far, and a function that waits until the gradient can be read.
-Listener = Callable[[Unit, torch.Tensor, Callable[[Unit], None]], None]
-
-
-class GradientPlace:
-    """The place of sums of reduced gradients over micro-steps: the device where they arrive. Offload has a subclass that sums on the host.
-
-    Args:
-        listener: Called with each new sum.
-    """
-
-    def __init__(self, listener: Listener | None = None) -> None:
-        self.listener = listener
-
-    def add(self, unit: Unit, total: torch.Tensor | None, received: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the sum of ``total`` and ``received``, both (shard_numel,), in ``dtype``; without a ``total``, in the dtype of
-        ``received``.
-        """
-        return received.to(dtype) if total is None else total.add_(received)
-
-    def zeros(self, unit: Unit, dtype: torch.dtype) -> torch.Tensor:
-        """Return a zero gradient, (shard_numel,), for a unit that no backward has reached."""
-        return torch.zeros(unit.layout.shard_numel, dtype=dtype, device=unit.collectives.topology.device)
-
-    def fetch(self, unit: Unit, total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return ``total`` in ``dtype`` on the device, ready for additions; it may be ``total`` itself."""
-        return total.to(dtype)
-
-    def settle(self, unit: Unit) -> None:
-        """Wait until the sum can be read; from any thread."""
-
-
-class GradientSum:
-    """Sum of one unit's reduced gradients over micro-steps.
-
-    Attributes:
-        unit: The unit.
-        policy: Dtypes and factors.
-        place: Where the sum is kept.
-        shard: The sum, (shard_numel,); None before the first reduction.
-    """
-
-    def __init__(self, unit: Unit, policy: GradientPolicy, place: GradientPlace | None = None) -> None:
-        self.unit = unit
-        self.policy = policy
-        self.place = place or GradientPlace()
-        self.shard: torch.Tensor | None = None
-
-    def hops(self, completes: bool) -> tuple[Hop, ...]:
-        """Return the hops between those of the exchange and ``add``.
-
-        Args:
-            completes: The micro-step completes an optimizer step.
-        """
-        return ()
-
-    def add(self, received: torch.Tensor, completes: bool) -> None:
-        """Add the result of a reduction, (shard_numel,), without ``post_scale``; ``completes`` is that of ``hops``."""
-        if self.policy.post_scale != 1.0:
-            received.mul_(self.policy.post_scale)
-        self.shard = self.place.add(self.unit, self.shard, received, self.policy.accumulation_dtype)
-        if self.place.listener is not None:
-            self.place.listener(self.unit, self.shard, self.place.settle)
-
-    def held(self) -> torch.Tensor | None:
-        """Return the sum, ready to be read; None if no backward reached the unit."""
-        if self.shard is not None:
-            self.place.settle(self.unit)
-        return self.shard
-
-    def reduced(self) -> torch.Tensor:
-        """Return the sum, ready to be read; zeros if no backward reached the unit."""
-        held = self.held()
-        if held is None:
-            held = self.shard = self.place.zeros(self.unit, self.policy.accumulation_dtype)
-        return held
-
-    def clear(self) -> torch.Tensor | None:
-        """Discard the sum, and return it when nothing writes to it any more."""
-        if self.shard is not None:
-            self.place.settle(self.unit)
-        total, self.shard = self.shard, None
-        return total
 
 
 @dataclass

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from hf_zero.core.schedule.gradient_sums import GradientExchange
 from hf_zero.core.schedule.gradients import UnitGradients
-from hf_zero.core.schedule.hops import GradientExchange
-from hf_zero.core.schedule.shown_gradients import ShownGradients
+from hf_zero.core.schedule.read_gradients import ShownGradients
 
 _STAYS = nullcontext()
 

@@ -20,21 +20,19 @@ from weakref import WeakMethod, WeakSet, ref
 import torch
 from torch import nn
 
-from hf_zero.activation_checkpointing.host_activations import HostActivations, moves_to_host
+from hf_zero.activation_checkpointing.host_activations import HostActivations, mark_residents, moves_to_host
 from hf_zero.core.schedule.backward_phase import BackwardPhase, release_held
 from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.forward_hooks import RAISED, ForwardHooks
 from hf_zero.core.schedule.outside_reads import OutsideReads
-from hf_zero.core.schedule.plain_pickles import make_picklable
-from hf_zero.core.schedule.plain_pickles import undo as undo_picklable
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.schedule import ForwardPhase, UnshardSchedule
 from hf_zero.core.schedule.torch_internals import around_clipping, before_zero_grad, compiled_call, in_backward, is_compiled_wrapper
 from hf_zero.core.units.guards import unguard_unprepared
+from hf_zero.core.units.registration import make_picklable, remove_pickling
 from hf_zero.core.units.sharded_parameter import gradients_of
 from hf_zero.core.units.unit import Unit, find_unit
 from hf_zero.errors import StateError, UnsupportedError
-from hf_zero.memory.residents import mark_residents
 
 _FEWEST_BLOCKS = 3  # two stay on the device
 _top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # not in every version of torch
@@ -121,7 +119,7 @@ class Handle(Protocol):
 
 
 class Runtime:
-    """Turns forwards of modules and events of autograd into unshards, reshards and reductions.
+    """Translator of forwards of modules and events of autograd into unshards, reshards and reductions.
 
     Attributes:
         module: The user's module.
@@ -233,7 +231,7 @@ class Runtime:
         self.backward.detach()
         self._outside_reads.detach()
         _attached.discard(self)
-        undo_picklable(self.module)
+        remove_pickling(self.module)
         if self.module.__dict__.get(_ATTRIBUTE) is self:
             del self.module.__dict__[_ATTRIBUTE]
 

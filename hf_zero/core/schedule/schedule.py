@@ -13,7 +13,7 @@ from hf_zero.core.schedule.block import Block, UnshardLimits, UnshardPass
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.torch_internals import next_node
 from hf_zero.core.schedule.watched_outputs import Foretold
-from hf_zero.core.units.derived import HasDerived, drop_changed, exchange_changes
+from hf_zero.core.units.shard import HasDerived, drop_changed, exchange_changes
 from hf_zero.errors import StateError
 from hf_zero.observe import span
 

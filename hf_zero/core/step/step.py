@@ -12,7 +12,7 @@ import torch
 
 from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
-from hf_zero.core.schedule.hops import GradientExchange, GradientPolicy
+from hf_zero.core.schedule.gradient_sums import GradientExchange, GradientPolicy
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.stages import StagePolicy
@@ -256,7 +256,7 @@ class Stepper:
             agree(self.everyone, [same_call(what)], [0] * (_ANSWERS + self._may_skip_late))
 
     def _has_changed(self) -> bool:
-        """Return whether ``measure`` has not taken the norm of the gradients as they are now; local."""
+        """Return whether the gradients have changed since ``measure`` took their norm, or may have; local."""
         lent = self.reducer.shown.reads.lent  # may be written in ways that no counter shows
         return lent or self._measured is None or not self._measured.is_of(self.reduced(), self.runtime.micro_steps)
 
@@ -470,7 +470,9 @@ class Stepper:
             StateError: Masters are in files.
         """
         if self.optimizer.state_store.in_files:
-            raise StateError("the optimizer changes weights outside of step(), which is not supported while they are in files (NVMe)")
+            raise StateError(
+                "the optimizer changes weights outside of step(), but they are in files: set offload_optimizer.device to 'cpu' or 'none'"
+            )
         for unit in self.runtime.units():
             adopt_writes(unit, self.runtime.idle)
         self.optimizer.state_store.settle()

@@ -348,7 +348,7 @@ class TrainedUnits:
         """Lay out units and segments for the parameters that are trained now; collective.
 
         Args:
-            waits: A parameter that rests, or is in no trained unit, has a gradient on any rank.
+            waits: Whether a parameter that is not trained at present, or is in no trained unit, has a gradient on any rank.
 
         Returns:
             Whether units or segments may have changed.

@@ -11,8 +11,8 @@ import torch
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.optimizer.param_states import write_param
 from hf_zero.core.schedule.gradients import UnitGradients
+from hf_zero.core.schedule.read_gradients import ShownGradients
 from hf_zero.core.schedule.reducer import Reducer
-from hf_zero.core.schedule.shown_gradients import ShownGradients
 from hf_zero.core.step.agreement import Alike, agree
 from hf_zero.core.units.registration import take_written_loose
 from hf_zero.core.units.sharded_parameter import gradients_of, set_gradient

@@ -31,11 +31,11 @@ memory, and is not unsharded a second time. On a host, flat buffers ask for huge
 library's heap keeps the memory that a step frees for the next step (``host_memory.py``, [Note: memory that a step frees]).
 
 The other files describe parts of a unit. ``shard.py``: this rank's shard and master, the storage that keeps the shard between uses, and
-this rank's part of the copy that a node keeps ([Note: secondary copies]). ``derived.py``: values that all ranks must drop together when a
-shard changes. ``alone.py``: single parameters that a caller keeps unsharded
-while the rest of the unit is sharded ([Note: a parameter alone]). ``values.py``: copies of values from master to shard to whole buffer and
-back. ``registration.py``: the unit of each parameter, and pickling and copying of such a parameter. A ``ParamListener`` (``listener.py``)
-is notified when a parameter is registered and when its unit's state changes.
+this rank's part of the copy that a node keeps ([Note: secondary copies]), values that all ranks must drop together when a shard changes
+([Note: dropped together]), and records of writes. ``alone.py``: single parameters that a caller keeps unsharded while the rest of the unit
+is sharded ([Note: a parameter alone]). ``values.py``: copies of values from master to shard to whole buffer and back. ``registration.py``:
+the unit of each parameter, and pickling and copying of such a parameter and of the modules around it. ``marks.py``: marks on parameters; a
+``ParamListener`` is notified when a parameter is registered and when its unit's state changes.
 
 ``zero.Init`` makes each parameter a unit of its own as soon as its module is assigned to its parent. torch's registration hooks report the
 assignment; nothing is patched. A sharded layer's own ``apply`` unshards it, for ``self.apply(init_weights)`` in constructors, and

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from hf_zero.comm.collectives import Collectives
-from hf_zero.core.units.derived import Derived
 from hf_zero.core.units.layout import UnitLayout, UnitState
-from hf_zero.core.units.listener import ParamListener
-from hf_zero.core.units.shard import ON_DEVICE, OwnPart, ShardStorage
+from hf_zero.core.units.marks import ParamListener
+from hf_zero.core.units.shard import ON_DEVICE, Derived, OwnPart, ShardStorage
 from hf_zero.core.units.sharded_parameter import point
 from hf_zero.core.units.whole_buffer import WholeBuffer, ordinary_tensors
 from hf_zero.errors import StateError

@@ -1,4 +1,7 @@
-"""Mark parameters: packed bytes of a quantized weight, casts to float8, and the part that one of several ranks of a model axis holds."""
+"""Mark parameters: packed bytes of a quantized weight, casts to float8, and the part that one of several ranks of a model axis holds.
+
+A package above marks parameters with attributes of its own through a ``ParamListener``.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hf_zero.comm.collectives import is_narrow
-from hf_zero.core.units.layout import Range
+from hf_zero.comm.collectives import Collectives, is_narrow
+from hf_zero.core.units.layout import Range, UnitState
 
 _PACKED = "_hf_zero_packed"
 OUTER = "_hf_zero_outer"
@@ -195,3 +198,31 @@ def stages_of(param: torch.Tensor) -> tuple[int, ...]:
 def mark_on_all_stages(param: torch.Tensor, stages: tuple[int, ...]) -> None:
     """Mark ``param``, a single number, as held completely by all ``stages`` of a pipeline; it is not divided."""
     setattr(param, _STAGES, stages)
+
+
+class ParamListener:
+    """Listener that is notified of changes to parameters; this base class ignores them.
+
+    Attributes:
+        attributes: Names of the attributes that the listener sets on parameters. They are removed from a parameter that leaves its unit,
+            and left out when a parameter is pickled.
+    """
+
+    attributes: tuple[str, ...] = ()
+
+    def registered(self, param: nn.Parameter, shape: torch.Size, part: torch.Tensor, collectives: Collectives) -> None:
+        """Note that a parameter was registered: it is in a unit, or in an engine's model and in no unit. It is unsharded until
+        ``state_changed`` reports another state.
+
+        Args:
+            param: The parameter.
+            shape: Its full shape.
+            part: This rank's part of it, 1D.
+            collectives: Network of the data-parallel axis.
+        """
+
+    def state_changed(self, params: Iterable[nn.Parameter | None], state: UnitState) -> None:
+        """Note that the unit of ``params`` entered ``state``; None in ``params`` is a parameter that has moved to another unit."""
+
+    def stays_unsharded(self, params: Iterable[nn.Parameter | None], stays: bool) -> None:
+        """Note whether ``params`` are always unsharded, or resharded between uses."""

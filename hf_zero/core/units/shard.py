@@ -1,14 +1,18 @@
-"""Manage one rank's parts of a unit: the shard and its storage, the master, and this rank's part of a node's copy."""
+"""Manage one rank's parts of a unit: the shard and its storage, the master, the values that follow from all shards, and writes to them."""
 
 from __future__ import annotations
 
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from functools import partial
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
 from hf_zero.comm.collectives import Collectives, Pending
-from hf_zero.comm.quantized import message_of, values_of
+from hf_zero.comm.quantized import Codes, message_of, values_of
 from hf_zero.core.units.layout import UnitState
 from hf_zero.errors import StateError
 from hf_zero.native.masters import same_bits, take_changed
@@ -279,3 +283,144 @@ class SecondaryCopy:
     def forget(self) -> None:
         """Drop the copy, because the unit's values have changed."""
         self._part = None
+
+
+Gather = Callable[[torch.Tensor, torch.Tensor, str], Pending]
+
+
+class Derived:
+    """Values of one unit that follow from the shards of all ranks: the node's copy, and the scales with which weights are gathered.
+
+    [Note: dropped together] All ranks must drop such values together: a rank that has none gathers in another way than a rank that has
+    them, and both would wait without end. Most changes to shards happen on all ranks (an update, a load, a broadcast) and drop the values
+    at once (``shard_changed``). But a write by the script is found where a rank compares its own part with the shard, and may lie in the
+    parts of some ranks only. Such a rank notes it (``changed_here``); the ranks exchange these notes when a context of
+    ``GatheredParameters`` ends, and at the begin and the end of the pass of a forward, and all drop the values if any rank has noted a
+    change. If a unit is gathered between a change and the next exchange (a block that is called alone), the values are outdated: the next
+    step raises on all ranks.
+
+    Attributes:
+        changed_here: Whether this rank has changed its shard since the ranks last exchanged their notes.
+        outdated: Whether a gather has used values that did not fit this rank's shard.
+
+    Args:
+        secondary: The unit's copy in the node.
+        codes: Codes of its all-gathers.
+    """
+
+    def __init__(self, secondary: SecondaryCopy, codes: Codes) -> None:
+        self._secondary, self._codes = secondary, codes
+        self.changed_here = self.outdated = False
+
+    @property
+    def kept(self) -> bool:
+        """Return whether such values are ever kept for this unit; the same on all ranks."""
+        return self._secondary.kept or self._codes.kept
+
+    def forget(self) -> None:
+        """Drop the values, because a shard has changed. Local; every rank must call it."""
+        self._secondary.forget()
+        self._codes.forget()
+        self.changed_here = False
+
+    def gather(self, collectives: Collectives, exact: bool) -> Gather:
+        """Return the all-gather of the shards: of ``exact`` values, or of their codes."""
+        if not exact:
+            self._note_use(self._codes.agreed)
+            return partial(self._codes.all_gather, collectives)
+        self._codes.forget()  # whoever holds the exact values may write to them, and not every rank would see it
+        if not self._secondary.here:
+            self.changed_here = False
+        return collectives.all_gather
+
+    def from_node(self, full: torch.Tensor, unit: str) -> Pending:
+        """Fill ``full`` from the copy that the node keeps; collective over the node."""
+        self._note_use(True)
+        return self._secondary.all_gather(full, unit)
+
+    def _note_use(self, used: bool) -> None:
+        if self.changed_here:
+            self.outdated |= used
+            self.changed_here = used
+
+    def require_current(self, name: str) -> None:
+        """Raise if a gather has used outdated values.
+
+        Raises:
+            StateError: See ``outdated``.
+        """
+        if self.outdated:
+            self.outdated = False
+            raise StateError(
+                f"a parameter of {name} was written while a part of the model ran by itself, and gathered again before the ranks could "
+                "exchange this: its gather used the node's copy, or the float8 scales, of the previous values. Write it inside `with "
+                "hf_zero.zero.GatheredParameters([parameter], modifier_rank=0):`"
+            )
+
+
+class HasDerived(Protocol):
+    """The part of a unit that ``drop_changed`` uses."""
+
+    derived: Derived
+
+
+def keepers(units: Iterable[HasDerived]) -> list[HasDerived]:
+    """Return the units for which values that follow from the shards of all ranks are kept; the same on all ranks."""
+    return [unit for unit in units if unit.derived.kept]
+
+
+def drop_changed(units: Sequence[HasDerived], anywhere: bool) -> None:
+    """Drop the values of ``units`` if a shard has changed ``anywhere``; every rank calls it with the same answer."""
+    for unit in units if anywhere else ():
+        unit.derived.forget()
+
+
+def exchange_changes(units: Iterable[HasDerived], network: Collectives) -> None:
+    """Drop the values of ``units`` if any rank has changed a shard of one; collective if values are kept for any of them."""
+    kept = keepers(units)
+    if kept:
+        drop_changed(kept, network.any_rank(any(unit.derived.changed_here for unit in kept), "changed shards"))
+
+
+Key = TypeVar("Key")
+
+
+class NotedWrites(Generic[Key]):
+    """Checksums of written parameters, by a key that is the same on all ranks.
+
+    A record depends on the written values and on the number of looks before the write: two ranks that have written the same values, one
+    before a forward and the other after it, have different records.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[Key, int] = {}
+        self._looks: Counter[Key] = Counter()
+
+    def __bool__(self) -> bool:
+        return bool(self._sums)
+
+    def look(self, key: Key, checksum: int | None) -> None:
+        """Count a look at a parameter, which all ranks take; if it has new values, add their ``checksum`` (else None) to its record."""
+        self._looks[key] += 1
+        if checksum is not None:
+            self._sums[key] = zlib.crc32(repr((self._sums.get(key), self._looks[key], checksum)).encode())
+
+    def add(self, key: Key) -> None:
+        """Record that a parameter was written in a forward, where the values may depend on the rank's data."""
+        self._sums.setdefault(key, 0)
+
+    def record(self, key: Key) -> int | None:
+        """Return the record of a parameter; None if there is none."""
+        return self._sums.get(key)
+
+    def go_back(self, key: Key, record: int | None) -> None:
+        """Restore an earlier ``record`` of a parameter, because all ranks have made the writes since then."""
+        self._sums.pop(key, None)
+        if record is not None:
+            self._sums[key] = record
+
+    def take(self) -> dict[Key, int]:
+        """Return all records, and clear them."""
+        found, self._sums = self._sums, {}
+        self._looks.clear()
+        return found

@@ -16,12 +16,9 @@ from hf_zero import observe
 from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.comm.quantized import BlockCodes, Codes, Float8Codes
 from hf_zero.core.units.alone import AloneParams
-from hf_zero.core.units.derived import Derived
 from hf_zero.core.units.layout import FROZEN, UnitLayout, UnitState
-from hf_zero.core.units.listener import ParamListener
-from hf_zero.core.units.marks import is_wrapped
-from hf_zero.core.units.noted_writes import NotedWrites
-from hf_zero.core.units.shard import ON_DEVICE, OwnPart, SecondaryCopy, ShardStorage, require_memory
+from hf_zero.core.units.marks import ParamListener, is_wrapped
+from hf_zero.core.units.shard import ON_DEVICE, Derived, NotedWrites, OwnPart, SecondaryCopy, ShardStorage, require_memory
 from hf_zero.core.units.sharded_parameter import OWNER
 from hf_zero.core.units.whole_buffer import WholeBuffer
 from hf_zero.errors import StateError

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from hf_zero.activation_checkpointing.host_activations import mark_resident
 from hf_zero.core.units.layout import ParamSlot, UnitLayout
 from hf_zero.core.units.marks import bytes_as
 from hf_zero.core.units.shard import has_memory, require_memory
 from hf_zero.core.units.sharded_parameter import point, point_all
 from hf_zero.errors import StateError
 from hf_zero.memory.host_memory import on_huge_pages
-from hf_zero.memory.residents import mark_resident
 
 
 def ordinary_tensors() -> AbstractContextManager[None]:

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hf_zero.comm.device import default_device
-from hf_zero.comm.process_groups import divide_twice
+from hf_zero.comm.process_groups import default_device, divide_twice
 from hf_zero.comm.topology import Topology, axis_over
 from hf_zero.deepspeed.pipe.topology import ProcessTopology, default_topology
 from hf_zero.errors import ConfigError

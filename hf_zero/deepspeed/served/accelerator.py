@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hf_zero.comm.bootstrap import default_backend
-from hf_zero.comm.device import default_device
+from hf_zero.comm.process_groups import default_device
 from hf_zero.deepspeed.alias.finder import RefusedAttributeError
 from hf_zero.deepspeed.served.builders import BUILDERS, OpBuilder
 

@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hf_zero.comm import bootstrap
 from hf_zero.comm.back_end import build_collectives
 from hf_zero.comm.comms_log import CommsLogSettings, CommsRow, current_log, start_log, stop_log, table_text
-from hf_zero.comm.device import default_device
-from hf_zero.comm.process_groups import device_mesh
+from hf_zero.comm.process_groups import default_device, device_mesh
 from hf_zero.comm.topology import build_topology
 from hf_zero.config.read import read_config
 from hf_zero.config.resolve import resolve

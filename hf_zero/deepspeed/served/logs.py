@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.comm.device import default_device
+from hf_zero.comm.process_groups import default_device
 from hf_zero.errors import ConfigError
 from hf_zero.observe import global_rank, logger, warn_once
 from hf_zero.system import own_files

@@ -1,11 +1,13 @@
-"""Define exchanges of gradients with other hops than one sum over all ranks.
+"""Define how gradients are summed: over ranks by the hops of an exchange, and over micro-steps by a sum that its owner keeps.
 
-``NodeExchange`` sums inside each node before data is sent to other nodes. ``QuantizedExchange`` sums codes of 8 or 4 bits (ZeRO++).
-``ReplicatedSum`` sums inside a shard group, and once per optimizer step over its replicas.
+``GradientExchange`` sums over all ranks in one hop. ``NodeExchange`` sums inside each node before data is sent to other nodes.
+``QuantizedExchange`` sums codes of 8 or 4 bits (ZeRO++). ``ReplicatedSum`` sums inside a shard group, and once per optimizer step over its
+replicas.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,12 +16,76 @@ import torch
 from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.comm.nodes import TwoHops
 from hf_zero.comm.quantized import reduce_scatter_codes
-from hf_zero.core.schedule.gradients import GradientPlace, GradientSum
-from hf_zero.core.schedule.hops import GradientExchange, GradientPolicy, Hop
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import StateError
 from hf_zero.native.block_codes import KeptError, message_bytes, scales_of
 from hf_zero.native.quantize import can_quantize
+
+# Starts one hop of a reduction; collective. Arguments: the result of the hop before it (for the first hop the message), the dtype of the
+# message, and the name of the unit for labels. The result of the returned object is the sum over the ranks of the hop.
+#
+# [Note: hops of a reduction] A sum over a node is then summed over the nodes, and a sum over a shard group over its replicas. Each hop
+# starts when the reducer takes the unit from the queue of the hop before: a position in the order of reductions ([Note: one order]) that
+# depends on nothing else. So every hop has one order, on a group of its own, and overlaps with backward.
+Hop = Callable[[torch.Tensor, torch.dtype, str], Pending]
+
+
+@dataclass(frozen=True)
+class GradientPolicy:
+    """Dtypes, factors and sharding of gradients on the network and in sums.
+
+    Attributes:
+        message_dtype: Dtype on the network. None means the dtype of the flat buffer: the parameters' dtype for the gradients of one
+            micro-step, the accumulation dtype for sums of several and at stage 0.
+        accumulation_dtype: Dtype of the sums over ranks and micro-steps.
+        pre_scale: Factor applied as gradients are copied into the flat buffer, before the reduction.
+        post_scale: Factor applied to the reduced sum.
+        sharded: Whether gradients are reduce-scattered to the owner (stages 1 to 3); else they are all-reduced (stage 0).
+    """
+
+    message_dtype: torch.dtype | None
+    accumulation_dtype: torch.dtype
+    pre_scale: float
+    post_scale: float
+    sharded: bool
+
+
+class GradientExchange:
+    """Hops by which a unit's gradients are summed over all ranks. An optimizer that communicates itself derives its own class.
+
+    Attributes:
+        collectives: Network of the reductions.
+        policy: Dtypes and factors.
+        reduces: Whether gradients are reduced. If not, each rank keeps its own unsharded gradients for the optimizer. Changes only between
+            optimizer steps.
+        scale: Factor by which gradients are multiplied as they are copied into the flat buffer.
+    """
+
+    def __init__(self, collectives: Collectives, policy: GradientPolicy) -> None:
+        self.collectives = collectives
+        self.policy = policy
+        self.reduces = True
+        self.scale = policy.pre_scale
+
+    def hops(self, dtype: torch.dtype) -> tuple[Hop, ...]:
+        """Return the hops of a message of ``dtype``, (padded_numel,). The result of the last hop is the sum, (shard_numel,) if gradients
+        are sharded.
+        """
+        return (self.sum_over_ranks,)
+
+    def sum_over_ranks(self, message: torch.Tensor, sent: torch.dtype, unit: str) -> Pending:
+        """Sum ``message`` over all ranks in one collective; see ``Hop``."""
+        if self.policy.sharded and self.collectives.world > 1:
+            return self.collectives.reduce_scatter(message, self.policy.accumulation_dtype, unit)
+        return self.collectives.all_reduce(message, unit).then(lambda _: message)
+
+    def stepped(self, skipped: bool, growth: float) -> None:
+        """Note that an optimizer step is over; called on all ranks with the same arguments. For exchanges that keep state between steps.
+
+        Args:
+            skipped: The step was skipped and its gradients were dropped.
+            growth: The new loss scale divided by the old one.
+        """
 
 
 @dataclass(frozen=True)
@@ -154,6 +220,91 @@ class NodeExchange(GradientExchange):
 
     def _across(self, of_node: torch.Tensor, sent: torch.dtype, unit: str) -> Pending:
         return self.nodes.across.reduce_scatter(of_node.to(sent), self.policy.accumulation_dtype, unit)
+
+
+# Called from any thread with the unit, its gradient so far, and a function that waits until the gradient can be read.
+Listener = Callable[[Unit, torch.Tensor, Callable[[Unit], None]], None]
+
+
+class GradientPlace:
+    """The place of sums of reduced gradients over micro-steps: the device where they arrive. Offload has a subclass that sums on the host.
+
+    Args:
+        listener: Called with each new sum.
+    """
+
+    def __init__(self, listener: Listener | None = None) -> None:
+        self.listener = listener
+
+    def add(self, unit: Unit, total: torch.Tensor | None, received: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the sum of ``total`` and ``received``, both (shard_numel,), in ``dtype``; without a ``total``, in the dtype of
+        ``received``.
+        """
+        return received.to(dtype) if total is None else total.add_(received)
+
+    def zeros(self, unit: Unit, dtype: torch.dtype) -> torch.Tensor:
+        """Return a zero gradient, (shard_numel,), for a unit that no backward has reached."""
+        return torch.zeros(unit.layout.shard_numel, dtype=dtype, device=unit.collectives.topology.device)
+
+    def fetch(self, unit: Unit, total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return ``total`` in ``dtype`` on the device, ready for additions; it may be ``total`` itself."""
+        return total.to(dtype)
+
+    def settle(self, unit: Unit) -> None:
+        """Wait until the sum can be read; from any thread."""
+
+
+class GradientSum:
+    """Sum of one unit's reduced gradients over micro-steps.
+
+    Attributes:
+        unit: The unit.
+        policy: Dtypes and factors.
+        place: Where the sum is kept.
+        shard: The sum, (shard_numel,); None before the first reduction.
+    """
+
+    def __init__(self, unit: Unit, policy: GradientPolicy, place: GradientPlace | None = None) -> None:
+        self.unit = unit
+        self.policy = policy
+        self.place = place or GradientPlace()
+        self.shard: torch.Tensor | None = None
+
+    def hops(self, completes: bool) -> tuple[Hop, ...]:
+        """Return the hops between those of the exchange and ``add``.
+
+        Args:
+            completes: The micro-step completes an optimizer step.
+        """
+        return ()
+
+    def add(self, received: torch.Tensor, completes: bool) -> None:
+        """Add the result of a reduction, (shard_numel,), without ``post_scale``; ``completes`` is that of ``hops``."""
+        if self.policy.post_scale != 1.0:
+            received.mul_(self.policy.post_scale)
+        self.shard = self.place.add(self.unit, self.shard, received, self.policy.accumulation_dtype)
+        if self.place.listener is not None:
+            self.place.listener(self.unit, self.shard, self.place.settle)
+
+    def held(self) -> torch.Tensor | None:
+        """Return the sum, ready to be read; None if no backward reached the unit."""
+        if self.shard is not None:
+            self.place.settle(self.unit)
+        return self.shard
+
+    def reduced(self) -> torch.Tensor:
+        """Return the sum, ready to be read; zeros if no backward reached the unit."""
+        held = self.held()
+        if held is None:
+            held = self.shard = self.place.zeros(self.unit, self.policy.accumulation_dtype)
+        return held
+
+    def clear(self) -> torch.Tensor | None:
+        """Discard the sum, and return it when nothing writes to it any more."""
+        if self.shard is not None:
+            self.place.settle(self.unit)
+        total, self.shard = self.shard, None
+        return total
 
 
 class ReplicatedSum(GradientSum):

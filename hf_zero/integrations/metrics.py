@@ -1,5 +1,5 @@
-"""Count each sample once in metrics under tensor parallelism, pipelines and context parallelism, whose ranks share samples.
-
+"""Count each sample once in metrics under tensor parallelism, pipelines and context parallelism, whose ranks share samples; add an
+engine's measurements to Trainer's logs, and so to every tracker that Trainer reports to.
 [Note: metrics] accelerate divides samples over groups of ranks if the configuration has ``autotp_size``, but ``gather_for_metrics``
 (with which Trainer evaluates and predicts) joins the tensors of all ranks. Each sample would appear once per rank of its group, and the
 rows that pad the last batch would be cut off at the wrong place. So for an Accelerator that has prepared such an engine, the result of
@@ -128,3 +128,15 @@ def _of_groups(accelerator: Any, gathered: Any) -> Any:
 def _of_first_ranks(gathered: torch.Tensor, ranks: int, stages: int, group: int) -> torch.Tensor:
     """Return the rows of ``gathered`` (ranks x n, ...) from each group's first rank in stage 0: (ranks / stages / group x n, ...)."""
     return gathered.unflatten(0, (stages, ranks // stages // group, group, len(gathered) // ranks))[0, :, 0].flatten(0, 1)
+
+
+_PREFIX = "Train/"  # Trainer's callbacks for trackers add their own prefix
+
+
+def log(function: Callable[..., Any], trainer: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+    """Replace ``Trainer.log``: add the engine's measurements since the last training log to each log with a loss."""
+    engine = getattr(trainer, "model_wrapped", None)
+    if isinstance(engine, Engine) and "loss" in logs:
+        measured, engine.reports.measured = engine.reports.measured, {}
+        logs |= {name.removeprefix(_PREFIX).lower(): value for name, value in measured.items()}
+    return function(trainer, logs, *args, **kwargs)
