@@ -10,8 +10,9 @@ from weakref import ref
 
 import torch
 
+from hf_zero.core.optimizer import step_hooks
 from hf_zero.core.optimizer.clones import build_anew, state_at_start
-from hf_zero.core.optimizer.own_object import OwnObject
+from hf_zero.core.optimizer.own_object import OwnObject, once
 from hf_zero.core.optimizer.param_states import ParamStates, SegmentStates
 from hf_zero.core.optimizer.segments import OwnedSegment, Segments, lay_out
 from hf_zero.core.optimizer.state_store import StateStore
@@ -162,6 +163,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         ``updated`` is called with each unit, in order, when its shard has its new value, and may be collective; everything else is local.
         """
+        self.state_store.before_step = self.before_step()
         with self.own.updating():
             self.state_store.update(shards, factor, updated)
         # torch's schedulers read this attribute before they warn that they were stepped before the optimizer. A script's scheduler has the
@@ -177,15 +179,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
             RuntimeError: A hook returns other arguments for ``step``, which takes none here.
         """
         self.own.require_own_state()
-        for hook in (*self._optimizer_step_pre_hooks.values(),):
-            if hook(self, (self,), {}) not in (None, ((self,), {})):
-                raise RuntimeError(f"a step pre-hook returned other arguments for step(): return None, {hook!r} did not")
+        step_hooks.call_before(self, (*self._optimizer_step_pre_hooks.values(),))
+
+    def before_step(self) -> Callable[[], None] | None:
+        """Return a function that calls the script's pre-step hooks on the inner optimizer and on all optimizers, while the tensors in the
+        groups have their gradients; None if there are none.
+        """
+        hooks = step_hooks.hooks_before(self.inner)
+        return partial(step_hooks.call_before, self.inner, hooks) if hooks else None
 
     def end_step(self) -> None:
-        """Call the script's post-step hooks, when all parameters have their new values: the inner optimizer's, then this one's."""
+        """Call the script's post-step hooks, when all parameters have their new values: the inner optimizer's, this one's, then those on
+        all optimizers.
+        """
         for optimizer in (self.inner, self):
             for hook in (*optimizer._optimizer_step_post_hooks.values(),):
                 hook(optimizer, (optimizer,), {})
+        for hook in step_hooks.hooks_after():
+            hook(self.inner, (self.inner,), {})
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]
         """Finish the reduction, clip and update, like the engine's ``step``; for callers that step the optimizer.
@@ -316,8 +327,8 @@ _STEP = ShardedOptimizer.step  # a script may replace it
 def through_step(optimizer: ShardedOptimizer, take: Callable[[], T], held: Any) -> T:
     """Return ``take()``, which takes the engine's step at a boundary.
 
-    If a script has replaced ``optimizer.step``, also on its class, or has wrapped the object, call the script's ``step``, which calls the
-    original.
+    If a script has replaced ``optimizer.step``, also on its class or on the inner optimizer, or has wrapped the object, call the script's
+    ``step``, which calls the original.
 
     Args:
         optimizer: The engine's optimizer.
@@ -329,20 +340,8 @@ def through_step(optimizer: ShardedOptimizer, take: Callable[[], T], held: Any) 
     """
     replaced = held is not optimizer or "step" in vars(optimizer) or type(optimizer).step is not _STEP
     if not replaced or optimizer._steps:
-        return take()
-    results: list[T] = []
-    optimizer._take = lambda: results.append(take())
-    try:
-        held.step()
-    finally:
-        optimizer._take = None
-    if len(results) != 1:
-        name = getattr(held.step, "__qualname__", held.step)
-        raise StateError(
-            f"engine.optimizer.step was replaced by {name}, which called the original step {len(results)} times in engine.step(): it must "
-            "do that once, because the engine updates in the original"
-        )
-    return results[0]
+        return optimizer.own.around(take)
+    return once("engine.optimizer.step", held.step, lambda: optimizer.own.around(take), lambda taking: setattr(optimizer, "_take", taking))
 
 
 def _clearing(optimizer: ref[ShardedOptimizer]) -> Callable[..., None]:

@@ -31,7 +31,10 @@ class StateStore:
         units: Trained units, in order.
         segments: Segments of the units.
         in_files: Ids of the units whose masters and states are kept in files.
+        before_step: Calls the script's pre-step hooks, when all segments have their gradients; None if there are none.
     """
+
+    before_step: Callable[[], None] | None = None
 
     threads: int | None = None
     in_files: frozenset[int] = frozenset()
@@ -99,16 +102,18 @@ class StateStore:
 
     def _update_at_once(self, by_unit: Mapping[int, torch.Tensor], factor: torch.Tensor) -> None:
         """Step the inner optimizer itself once; or over several runs of segments if gradients need a copy in the masters' dtype."""
-        writes_shards = isinstance(self.inner, HostOptimizer) and self._writes_shards()
+        writes_shards = isinstance(self.inner, HostOptimizer) and self._writes_shards() and self.before_step is None
         if not writes_shards:
             scale_(list(by_unit.values()), factor)
         segments = self.segments.trained
         runs = cast_runs(segments, by_unit)
-        if len(runs) > 1 and not self._has_hooks():
+        if len(runs) > 1 and self.before_step is None:
             self._update_runs(runs, by_unit, factor, writes_shards)
             return
         for segment in segments:
             segment.tensor.grad = segment.gradient(by_unit[id(segment.unit)])
+        if self.before_step is not None:
+            self.before_step()
         if isinstance(self.inner, HostOptimizer) and writes_shards:
             lows: dict[torch.Tensor, torch.Tensor] = {segment.tensor: low for segment in segments if (low := segment.low) is not None}
             self.inner.step(grad_factor=float(factor), lows=lows)
@@ -166,11 +171,7 @@ class StateStore:
         Otherwise one launch for all units is faster.
         """
         gathers = any(unit.collectives.blocks_host and unit.layout.world > 1 and unit.state is UnitState.UNSHARDED for unit in self.units)
-        return gathers and not self._has_hooks() and self._on_host()
-
-    def _has_hooks(self) -> bool:
-        """Return whether the inner optimizer has pre-step hooks, which expect one step of all segments."""
-        return bool(self.inner._optimizer_step_pre_hooks)
+        return gathers and self.before_step is None and self._on_host()
 
     def _on_host(self) -> bool:
         return all(unit.collectives.topology.device.type == "cpu" for unit in self.units[:1])
