@@ -80,15 +80,15 @@ class OwnedSegment:
     @property
     def state(self) -> Mapping[str, Any]:
         """Return the state that the inner optimizer keeps for the segment, live; empty before the first step. Does not wait for updates."""
-        state: Mapping[str, Any] = self.inner.state.get(self.tensor, {})
+        state: Mapping[str, Any] = dict.get(self.inner.state, self.tensor, {})  # a script's own look waits for updates
         return state
 
     def install(self, state: dict[str, Any]) -> None:
         """Replace the segment's state; an empty ``state`` removes it."""
         if state:
-            self.inner.state[self.tensor] = state
+            dict.__setitem__(self.inner.state, self.tensor, state)
         else:
-            self.inner.state.pop(self.tensor, None)
+            dict.pop(self.inner.state, self.tensor, None)
 
     def elementwise(self) -> list[tuple[str, torch.Tensor]]:
         """Return the states that have one number per element, by name."""

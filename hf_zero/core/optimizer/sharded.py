@@ -316,9 +316,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def watch_parts(optimizer: ShardedOptimizer) -> None:
-    """Look for writes of the script to the segments' tensors, unless offload moves these or updates them while the script runs."""
-    segments = optimizer.segments if type(optimizer.state_store) is StateStore and type(optimizer) is ShardedOptimizer else Segments()
-    optimizer.own.parts.watch((segment.unit, segment.tensor, partial(getattr, segment, "low")) for segment in segments)
+    """Look for writes of the script to the segments' tensors."""
+    parts, store = optimizer.own.parts, optimizer.state_store
+    parts.settle = store.settle
+    store.lends = partial(getattr, parts, "lends")
+    segments = optimizer.segments if type(optimizer) is ShardedOptimizer else Segments()
+    parts.watch((segment.unit, segment.tensor, partial(getattr, segment, "low")) for segment in segments)
 
 
 _STEP = ShardedOptimizer.step  # a script may replace it

@@ -32,9 +32,11 @@ class StateStore:
         segments: Segments of the units.
         in_files: Ids of the units whose masters and states are kept in files.
         before_step: Calls the script's pre-step hooks, when all segments have their gradients; None if there are none.
+        lends: Returns whether the script has tensors that share the memory of masters.
     """
 
     before_step: Callable[[], None] | None = None
+    lends: Callable[[], bool] = bool
 
     threads: int | None = None
     in_files: frozenset[int] = frozenset()
