@@ -35,6 +35,7 @@ class StateStore:
         lends: Returns whether the script has tensors that share the memory of masters.
     """
 
+    _may_skip = False  # inside ``skipped_unless``
     before_step: Callable[[], None] | None = None
     lends: Callable[[], bool] = bool
 
@@ -91,16 +92,24 @@ class StateStore:
 
     @contextmanager
     def skipped_unless(self, finite: torch.Tensor | None) -> Iterator[None]:
-        """Let updates inside the ``with`` leave masters and states as they are if ``finite``, 0-dim on their device, is false."""
+        """Let updates inside the ``with`` leave masters and states as they are if ``finite``, 0-dim on their device, is false. The caller
+        publishes the masters of a step that is taken: a skipped one must not write to shards (a zero may have another sign there).
+        """
         if finite is None:
             yield
             return
         inner: Any = self.inner
         inner.grad_scale, inner.found_inf = None, finite.logical_not().float()  # torch.amp.GradScaler's interface
+        self._may_skip = True
         try:
             yield
         finally:
             del inner.grad_scale, inner.found_inf
+            self._may_skip = False
+
+    def _publish(self) -> None:
+        if not self._may_skip:
+            publish(trained_of(self.units))
 
     def _update_at_once(self, by_unit: Mapping[int, torch.Tensor], factor: torch.Tensor) -> None:
         """Step the inner optimizer itself once; or over several runs of segments if gradients need a copy in the masters' dtype."""
@@ -123,7 +132,7 @@ class StateStore:
                 shard_changed(unit)
         else:
             self.inner.step()
-            publish(trained_of(self.units))
+            self._publish()
         for segment in segments:
             segment.tensor.grad = None
 
@@ -144,7 +153,7 @@ class StateStore:
             for unit in trained_of(self.units):
                 shard_changed(unit)
         else:
-            publish(trained_of(self.units))
+            self._publish()
 
     def _update_in_turn(self, by_unit: Mapping[int, torch.Tensor], factor: torch.Tensor, updated: Callable[[Unit], None]) -> None:
         """Update unit by unit, so that one unit is all-gathered while the next is updated."""
