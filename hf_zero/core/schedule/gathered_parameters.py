@@ -107,6 +107,7 @@ class GatheredParameters:
                 elif was_whole and not unit.gathers and self._modifier_rank is None and unit.collectives.data.world > 1:
                     self._sums[unit] = {index: _checksum(param.data) for index in indices if (param := unit.params[index]) is not None}
             unit.gathers += 1
+            unit.unsaved.difference_update(indices)
             training: Any = unit.belongs_to() if unit.belongs_to is not None else None
             if training is not None:
                 training.mark_read(unit)

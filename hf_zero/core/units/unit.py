@@ -158,8 +158,9 @@ class Unit:
         codes: The codes.
         exact: Whether the whole buffer holds, or is about to hold, the values of the shards; otherwise the values of their codes.
         gathers: Number of open ``GatheredParameters`` contexts that contain the unit.
+        unsaved: Positions of parameters that the script has saved without values and not gathered since.
         written: Parameters that this rank has seen written since the last step, by position; the ranks compare them.
-        rests: Whether all of its parameters are frozen at present, so that no step reduces or updates it, see [Note: what is trained].
+        rests: Whether all of its parameters are frozen at present: no step reduces or updates it, see [Note: what is trained].
         belongs_to: Weak reference to the ``Training`` of its engine; None if it belongs to none.
         built: Dtype and device of the parameters before ``zero.Init`` sharded them; None for every other unit.
     """
@@ -175,6 +176,7 @@ class Unit:
         self.trainable = any(slot.group != FROZEN for slot in layout.slots)
         self.rests = False
         self.gathers = 0
+        self.unsaved: set[int] = set()
         self.written: NotedWrites[int] = NotedWrites()
         self.state = UnitState.UNSHARDED
         self.pins = Pins()
