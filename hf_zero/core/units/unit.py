@@ -141,7 +141,7 @@ class Unit:
         name: Name of the unit, as in labels and messages.
         params: The parameters, in the order of ``layout.slots``; None where one has moved to another unit.
         whole: The whole buffer and the parameters' views of it; without memory while SHARDED.
-        own: This rank's shard and master. The shard is a view of the buffer unless ``reshards``.
+        own: This rank's shard and master; the shard is a view of the buffer unless ``reshards``.
         pins: Holders that keep the unit unsharded.
         alone: Parameters that a holder keeps unsharded while the rest is sharded.
         rank: This rank's position among the owners (0 at stage 0).
@@ -176,8 +176,7 @@ class Unit:
         self.trainable = any(slot.group != FROZEN for slot in layout.slots)
         self.rests = False
         self.gathers = 0
-        self.unsaved: set[int] = set()
-        self.written: NotedWrites[int] = NotedWrites()
+        self.unsaved, self.written = set[int](), NotedWrites[int]()
         self.state = UnitState.UNSHARDED
         self.pins = Pins()
         self.lent = False
