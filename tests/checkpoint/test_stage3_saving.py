@@ -31,7 +31,13 @@ WRITERS: dict[str, Callable[[nn.Module, Path], Any]] = {
 }
 
 
-LOADS_NOT = ("torch.save", "torch.save after cpu()", "torch.save of a copy", "torch.save of a part", "pickle")  # succeed, and their files cannot be loaded
+LOADS_NOT = (
+    "torch.save",
+    "torch.save after cpu()",
+    "torch.save of a copy",
+    "torch.save of a part",
+    "pickle",
+)  # succeed, and their files cannot be loaded
 
 
 def _refused_everywhere(folder: Path) -> None:

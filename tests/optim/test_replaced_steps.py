@@ -120,7 +120,9 @@ def _around_steps() -> None:
             label = f"{way}, {end}, {kind}"
             assert seen == calls, f"{label}: {seen}"
             for found, expected in zip(weights, wanted, strict=True):
-                torch.testing.assert_close(found, expected, rtol=0, atol=0.02 if kind[1] else 1e-6, msg=lambda text, at=label: f"{at}: {text}")
+                torch.testing.assert_close(
+                    found, expected, rtol=0, atol=0.02 if kind[1] else 1e-6, msg=lambda text, at=label: f"{at}: {text}"
+                )
                 assert found[expected == 0].eq(0).all(), label
 
 

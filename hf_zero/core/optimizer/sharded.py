@@ -95,7 +95,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def updated_tensors(self) -> set[int]:
         """Return the ids of the tensors that the inner optimizer holds in place of the model's parameters."""
-        return {id(segment.tensor) for segment in self.segments}
+        return set(self.group_of_tensors())
+
+    def group_of_tensors(self) -> dict[int, int]:
+        """Return the param group of each of these tensors, by id."""
+        return {id(segment.tensor): segment.group for segment in self.segments}
 
     def can_rest(self, unit: Unit) -> bool:
         """Return whether single parameters of ``unit`` can be frozen while others are trained."""

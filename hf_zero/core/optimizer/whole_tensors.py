@@ -85,9 +85,9 @@ class WholeTensorOptimizer(ShardedOptimizer):
         groups = range(len(self.inner.param_groups))
         return [[entry.param for entry in self.whole if entry.slot.group == index] for index in groups]
 
-    def updated_tensors(self) -> set[int]:
-        """Return the ids of the parameters that this rank updates."""
-        return {id(entry.param) for entry in self.whole}
+    def group_of_tensors(self) -> dict[int, int]:
+        """Return the param group of each parameter that this rank updates, by id."""
+        return {id(entry.param): entry.slot.group for entry in self.whole}
 
     def can_rest(self, unit: Unit) -> bool:
         """Return True, because each parameter is updated by itself."""

@@ -62,7 +62,7 @@ def _clip(stepper: Stepper, given: set[int], max_norm: float) -> torch.Tensor:
             parts = zip(units, shards, chosen, strict=True)
             pieces = [unit.shard_part(index, shard) for unit, shard, found in parts for index in found]
             norm = stepper.norm_of_pieces(pieces) / stepper.scaler.scale
-    elif not segments <= given or type(stepper.optimizer).updated_tensors is not ShardedOptimizer.updated_tensors:
+    elif not segments <= given or type(stepper.optimizer).group_of_tensors is not ShardedOptimizer.group_of_tensors:
         raise UnsupportedError(
             "torch.nn.utils.clip_grad_norm_ was given some of the tensors in optimizer.param_groups, which are flat parts of this rank's "
             "shards: pass parameters of the model, or the tensors of all groups"

@@ -11,8 +11,8 @@ from hf_zero.comm.collectives import Pending
 from hf_zero.comm.quantized import Float8Codes, compare_scales
 from hf_zero.core.units.layout import UnitState
 from hf_zero.core.units.shard import ON_DEVICE
-from hf_zero.core.units.shared_memory import separate
 from hf_zero.core.units.sharded_parameter import point
+from hf_zero.core.units.shared_memory import separate
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import StateError
 from hf_zero.native.masters import same_bits
