@@ -139,9 +139,9 @@ class TrainedSet:
         """
         if _REMOVED in self._foreign:
             raise StateError(
-                "a script has removed tensors from lists in optimizer.param_groups, or moved them to others. They are this rank's parts of "
-                "masters, not the model's parameters: to train a parameter no longer, call param.requires_grad_(False) on all ranks; to train "
-                "some with other options, make param groups of them before initialize()"
+                "a script has removed tensors from lists in optimizer.param_groups, or moved them to others. They are this rank's parts "
+                "of masters, not the model's parameters: to train a parameter no longer, call param.requires_grad_(False) on all ranks; to "
+                "train some with other options, make param groups of them before initialize()"
             )
         if self._foreign:
             raise StateError(
@@ -250,8 +250,9 @@ class TrainedSet:
         self._listed = self._lists()
 
     def _look_for_removed(self, own: Mapping[int, int]) -> None:
-        """Note whether the script has removed tensors of ``own`` (id -> group) from their param groups; local. Lists of new parameters alone
-        are no removal: the script has replaced all parameters of the model.
+        """Note whether the script has removed tensors of ``own`` (id -> group) from their param groups; local.
+
+        Lists of new parameters alone are no removal: the script has replaced all parameters of the model.
         """
         listed = [(tensor, index) for index, group in enumerate(self._optimizer.param_groups) for tensor in group["params"]]
         removed = own.items() - {(id(tensor), index) for tensor, index in listed}
