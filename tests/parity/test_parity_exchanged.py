@@ -1,4 +1,4 @@
-"""Test models whose parameters exchange memory, share it, or leave the model for some steps, beside plain PyTorch."""
+"""Test models whose parameters exchange memory, share it, leave the model for some steps or are replaced, beside plain PyTorch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hf_zero.utils import safe_get_full_fp32_param
 from tests.support import ranks
 
 STEPS = 5
+Script = Callable[[nn.Sequential, int, list[nn.Module], torch.optim.Optimizer], None]
 
 
 def _model() -> nn.Sequential:
@@ -25,14 +26,14 @@ def _gathered(model: nn.Module) -> hf_zero.zero.GatheredParameters:
     return hf_zero.zero.GatheredParameters(list(model.parameters()))
 
 
-def _exchange(model: nn.Sequential, step: int, kept: list[nn.Module]) -> None:
+def _exchange(model: nn.Sequential, step: int, kept: list[nn.Module], optimizer: torch.optim.Optimizer) -> None:
     if step == 1:
         with _gathered(model):
             for one, other in ((model[0].bias, model[3].bias), (model[2].weight, model[3].weight)):
                 one.data, other.data = other.data, one.data
 
 
-def _leave(model: nn.Sequential, step: int, kept: list[nn.Module]) -> None:
+def _leave(model: nn.Sequential, step: int, kept: list[nn.Module], optimizer: torch.optim.Optimizer) -> None:
     if step == 1:
         kept.append(model[2])
         model[2] = nn.Identity()
@@ -40,7 +41,15 @@ def _leave(model: nn.Sequential, step: int, kept: list[nn.Module]) -> None:
         model[2] = kept[0]
 
 
-def _train(stage: int | None, script: Callable[[nn.Sequential, int, list[nn.Module]], None], fp32: bool = True) -> list[torch.Tensor]:
+def _replace(model: nn.Sequential, step: int, kept: list[nn.Module], optimizer: torch.optim.Optimizer) -> None:
+    if step == 1:
+        torch.manual_seed(9)
+        new = nn.Linear(16, 16).to(next(model.parameters()).dtype)
+        model[2] = new
+        optimizer.add_param_group({"params": list(new.parameters())})
+
+
+def _train(stage: int | None, script: Script, fp32: bool = True) -> list[torch.Tensor]:
     """Train with changes before each step's forward; without ``stage`` in plain PyTorch."""
     model, kept = _model(), list[nn.Module]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, weight_decay=0.1)
@@ -50,7 +59,7 @@ def _train(stage: int | None, script: Callable[[nn.Sequential, int, list[nn.Modu
         config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0, "zero_optimization": zero, "bf16": {"enabled": not fp32}}
         engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
     for step in range(STEPS):
-        script(model, step, kept)
+        script(model, step, kept, optimizer)
         rows = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(step))
         if engine is None:
             model(rows.flatten(0, 1)).square().mean().backward()
@@ -65,7 +74,7 @@ def _train(stage: int | None, script: Callable[[nn.Sequential, int, list[nn.Modu
     return found  # type: ignore[return-value]
 
 
-def _as_in_plain_pytorch(script: Callable[[nn.Sequential, int, list[nn.Module]], None]) -> None:
+def _as_in_plain_pytorch(script: Script) -> None:
     expected = _train(None, script)
     for stage, fp32 in ((0, True), (1, True), (2, False), (3, True), (3, False)):
         close = {"rtol": 0.0, "atol": 1e-6 if fp32 else 0.02}
@@ -83,7 +92,12 @@ def test_a_module_that_leaves_the_model_for_some_steps() -> None:
     ranks.run_ranks(_as_in_plain_pytorch, 2, _leave)
 
 
-def _share(model: nn.Sequential, step: int, kept: list[nn.Module]) -> None:
+def test_a_block_whose_module_is_replaced() -> None:
+    """At stage 3 the new module's parameters were divided where no hook gathers them."""
+    ranks.run_ranks(_as_in_plain_pytorch, 2, _replace)
+
+
+def _share(model: nn.Sequential, step: int, kept: list[nn.Module], optimizer: torch.optim.Optimizer) -> None:
     if step == 1:
         with _gathered(model):
             model[2].weight.data = model[3].weight.data
