@@ -16,8 +16,18 @@ from hf_zero.utils import safe_get_full_fp32_param
 from tests.support import ranks
 
 # Stage, 16-bit type, and where the states are.
-KINDS = ((0, "bf16", ""), (1, None, ""), (1, "bf16", ""), (3, None, ""), (3, "bf16", ""), (1, "bf16", "cpu"), (3, "bf16", "cpu"))
-WAYS = (("before", "engine"), ("before", "own"), ("after", "engine"), ("after", "own"), ("after", "optimizer"), ("hooks", "engine"))
+SOME = ((1, None, ""), (3, "bf16", "cpu"))
+ALL = (*SOME, (0, "bf16", ""), (1, "bf16", ""), (3, "bf16", ""), (1, "bf16", "cpu"))
+# Replaced before or after ``initialize``, or on the class; or hooks on all optimizers. The step that the script calls.
+WAYS = {
+    ("before", "engine"): SOME,
+    ("before", "own"): SOME,
+    ("after", "engine"): ALL,
+    ("after", "own"): SOME,
+    ("after", "optimizer"): SOME,
+    ("class", "engine"): SOME,
+    ("hooks", "engine"): ALL,
+}
 STEPS = 4
 
 
@@ -53,16 +63,19 @@ class _Script:
             for param in self.model.parameters():
                 param.mul_((torch.arange(param.numel()) % 2).view(param.shape))
 
-    def replace(self) -> None:
-        original = self.optimizer.step
+    def replace(self, of_class: bool = False) -> None:
+        original = type(self.optimizer).step if of_class else self.optimizer.step
 
         def step(optimizer: Any, closure: Any = None) -> Any:
             self.calls.append("replaced")
-            result = original(closure)
+            result = original(optimizer, closure) if of_class else original(closure)
             self.mask()
             return result
 
-        self.optimizer.step = MethodType(step, self.optimizer)
+        if of_class:
+            _Decaying.step = step  # type: ignore[method-assign]
+        else:
+            self.optimizer.step = MethodType(step, self.optimizer)
 
     def before(self, given: Any, *_: Any) -> None:
         assert given is self.optimizer
@@ -91,8 +104,8 @@ def _train(way: str, end: str, kind: tuple[int, str | None, str] | None) -> tupl
         zero = {"stage": kind[0], "offload_optimizer": {"device": kind[2] or "none"}}
         config = {"train_micro_batch_size_per_gpu": 3, "zero_allow_untested_optimizer": True, "zero_optimization": zero}
         engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config | ({kind[1]: {"enabled": True}} if kind[1] else {}))[0]
-    if way == "after":
-        script.replace()
+    if way in ("after", "class"):
+        script.replace(of_class=way == "class")
     if way == "hooks":
         script.hook()
     for row in torch.randn(STEPS, 2, 3, 4, generator=torch.Generator().manual_seed(1)):
@@ -113,10 +126,13 @@ def _train(way: str, end: str, kind: tuple[int, str | None, str] | None) -> tupl
 
 
 def _around_steps() -> None:
-    for way, end in WAYS:
+    as_made = _Decaying.step
+    for (way, end), kinds in WAYS.items():
         wanted, calls = _train(way, end, None)
-        for kind in KINDS:
+        for kind in kinds:
+            _Decaying.step = as_made  # type: ignore[method-assign]
             weights, seen = _train(way, end, kind)
+            _Decaying.step = as_made  # type: ignore[method-assign]
             label = f"{way}, {end}, {kind}"
             assert seen == calls, f"{label}: {seen}"
             for found, expected in zip(weights, wanted, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from types import MethodType
 from typing import Any, Protocol, TypeVar
 from weakref import ref
@@ -45,8 +45,8 @@ class OwnObject:
     [Note: a step that a script has replaced] A script's function in place of ``step`` (a mask, an average, a counter) does its work before
     and after the original, on the parameters of the model. It is called once around the engine's whole step, whoever begins that: its
     original is then the engine's step, after which all parameters have their new values, and the engine updates with the method of the
-    optimizer's class. A function from before ``connect`` holds that method itself as its original. So the method is called over no
-    parameters then, and a hook on it takes the engine's step.
+    optimizer's class. A function from before ``connect``, or on the class, holds that method itself as its original. So the method is
+    called over no parameters then, and a hook on it takes the engine's step.
 
     Attributes:
         change: Set by the engine's step: calls a function that writes to masters, and shows the new values; collective.
@@ -67,6 +67,7 @@ class OwnObject:
         self._inner = inner
         self._updates = False
         self._own: dict[str, Callable[..., Any]] = {}
+        self._class_step: Any = type(inner).step  # a script may replace it later
         self._served: Any = None  # the method that replaces ``step``
         self._take: Callable[[], object] | None = None  # the engine's step, which waits for the script's ``step``
         self._inside = False  # inside the script's call of ``step``
@@ -101,13 +102,20 @@ class OwnObject:
         self._updates = True
         self.parts.pause()
         try:
-            with step_hooks.deferred(self._inner):
+            with step_hooks.deferred(self._inner), self._class_as_made():
                 yield
         finally:
             self._updates = False
             self.parts.resume()
             if held is not None:
                 vars(self._inner)["step"] = held
+
+    def before_step(self) -> Callable[[], None] | None:
+        """Return a function that calls the script's pre-step hooks on this and on all optimizers, while the tensors in the groups have
+        their gradients; None if there are none.
+        """
+        hooks = step_hooks.hooks_before(self._inner)
+        return partial(step_hooks.call_before, self._inner, hooks) if hooks else None
 
     def around(self, take: Callable[[], T]) -> T:
         """Return ``take()``, which takes the engine's step, through the function by which a script has replaced ``step``, if it has.
@@ -120,8 +128,8 @@ class OwnObject:
         return once("optimizer.step", self._inner.step, take, lambda taking: setattr(self, "_take", taking))
 
     def _replaced(self) -> bool:
-        """Return whether a script has replaced ``step``, before ``connect`` or since. The wrapper of torch's schedulers, which counts
-        calls, is no replacement.
+        """Return whether a script has replaced ``step``, on the object or its class, before ``connect`` or since. The wrapper of torch's
+        schedulers, which counts calls, is no replacement.
         """
         if self._served is None:
             return False
@@ -129,7 +137,22 @@ class OwnObject:
         return _beneath(now) is not self._served.__func__ or self._replaced_before()
 
     def _replaced_before(self) -> bool:
+        """Return whether a function of the script, which has the class's own method as its original, is in place of ``step``."""
         return _beneath(self._own["step"]) is not type(self._inner).step
+
+    @contextmanager
+    def _class_as_made(self) -> Iterator[None]:
+        """Undo inside that a script has replaced ``step`` of the optimizer's class."""
+        kind: Any = next(kind for kind in type(self._inner).__mro__ if "step" in vars(kind))
+        now = vars(kind)["step"]
+        if now is self._class_step:
+            yield
+            return
+        kind.step = self._class_step
+        try:
+            yield
+        finally:
+            kind.step = now
 
     def write(self, change: Callable[[], object], updated: Callable[[Unit], None]) -> None:
         """Call ``change``, which writes to the tensors in the groups, and ``updated`` with each unit that is trained now; collective."""
@@ -198,6 +221,8 @@ class OwnObject:
             groups = [{**options_of(group), "params": []} for group in self._inner.param_groups]
             return (clone(self._inner, groups, defaultdict(dict)), *[lambda: result] * bool(given[1:] or options)), {}
 
+        if _beneath(own) is self._class_step:  # the class has another one now
+            own = MethodType(type(self._inner).step, self._inner)
         with step_hooks.deferred(self._inner, take_instead):
             return own(*args, **kwargs)
 

@@ -93,12 +93,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # -- what is trained, see [Note: what is trained] ------------------------------------------------------------------------
 
-    def updated_tensors(self) -> set[int]:
-        """Return the ids of the tensors that the inner optimizer holds in place of the model's parameters."""
-        return set(self.group_of_tensors())
-
     def group_of_tensors(self) -> dict[int, int]:
-        """Return the param group of each of these tensors, by id."""
+        """Return the param group of each tensor that the inner optimizer holds in place of the model's parameters, by id."""
         return {id(segment.tensor): segment.group for segment in self.segments}
 
     def can_rest(self, unit: Unit) -> bool:
@@ -167,7 +163,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         ``updated`` is called with each unit, in order, when its shard has its new value, and may be collective; everything else is local.
         """
-        self.state_store.before_step = self.before_step()
+        self.state_store.before_step = self.own.before_step()
         with self.own.updating():
             self.state_store.update(shards, factor, updated)
         # torch's schedulers read this attribute before they warn that they were stepped before the optimizer. A script's scheduler has the
@@ -184,13 +180,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         self.own.require_own_state()
         step_hooks.call_before(self, (*self._optimizer_step_pre_hooks.values(),))
-
-    def before_step(self) -> Callable[[], None] | None:
-        """Return a function that calls the script's pre-step hooks on the inner optimizer and on all optimizers, while the tensors in the
-        groups have their gradients; None if there are none.
-        """
-        hooks = step_hooks.hooks_before(self.inner)
-        return partial(step_hooks.call_before, self.inner, hooks) if hooks else None
 
     def end_step(self) -> None:
         """Call the script's post-step hooks, when all parameters have their new values: the inner optimizer's, this one's, then those on

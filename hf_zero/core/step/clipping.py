@@ -55,7 +55,7 @@ def _clip(stepper: Stepper, given: set[int], max_norm: float) -> torch.Tensor:
     """Scale the gradients of the tensors with the ids ``given``; return their norm before. Collective."""
     stepper.reducer.shown.reads.forget_read()
     total, shards, units = stepper.measure(), stepper.reduced(), trained_of(stepper.optimizer.units)
-    segments, norm, pieces = stepper.optimizer.updated_tensors(), total, list(shards)
+    segments, norm, pieces = stepper.optimizer.group_of_tensors().keys(), total, list(shards)
     if given.isdisjoint(segments):
         chosen = [_positions(unit, given) for unit in units]
         if any(len(found) < sum(bool(slot.numel) for slot in unit.layout.slots) for unit, found in zip(units, chosen, strict=True)):

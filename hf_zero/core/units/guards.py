@@ -101,7 +101,7 @@ class UnsavedTensor(StandIn):
     [Note: no empty file] Scripts read names, shapes and dtypes from a sharded model's state dict, and load it back; libraries search it for
     shared storages and undo weight conversions. All of this needs no values and works; moving or copying a placeholder gives another
     placeholder. Operations that need values raise: arithmetic, and writing to a file, which reads the tensor's address or its bytes. Only a
-    pickle (``torch.save``) succeeds, with a warning: scripts for DeepSpeed write it on rank 0 and then the gathered weights over it.
+    pickle (``torch.save``) succeeds, with a warning: some scripts write it on rank 0, and then the gathered weights over it.
     Loading such a file raises, and so does the next step on all ranks unless the parameters were gathered in between. ``load_state_dict``
     accepts only the placeholder of the same parameter, and leaves the parameter unchanged. It refuses a copy of the placeholder, because a
     real copy would contain the values at the time of copying.
