@@ -30,6 +30,8 @@ WATCHED = frozenset(
         "transformers.trainer",
         "transformers.trainer_jit_checkpoint",
         "transformers.training_args",
+        "trl.trainer.dpo_trainer",
+        "trl.trainer.kto_trainer",
     )
 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, NoReturn
 
 # Control characters but newline and tab, marks that change the direction of a text, separators of lines, and halves of characters.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufff9-\ufffb]")
@@ -92,3 +92,16 @@ class Preempted(SystemExit):
     def __reduce__(self) -> tuple[Any, ...]:
         """Return what pickle needs: the class alone, because it takes no arguments."""
         return type(self), ()
+
+
+def saved_without_values(name: str, shape: tuple[int, ...], dtype: str) -> NoReturn:
+    """Raise, because a file is loaded that has no values of a parameter; files name this function in place of the values.
+
+    Raises:
+        StateError: Always.
+    """
+    raise StateError(
+        f"{name}, {dtype} of shape {shape}, has no values in this file: when its state dict was saved, the parameter was divided over the "
+        "ranks (ZeRO stage 3). Load the file that the run wrote with all ranks (engine.save_16bit_model, GatheredParameters, "
+        "save_checkpoint)"
+    )

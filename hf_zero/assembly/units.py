@@ -390,7 +390,9 @@ class Joiner:
 
     def _by_block(self, joining: Sequence[Joining]) -> list[tuple[Block, list[NamedParam]]]:
         """Return the blocks that the parameters of ``joining`` belong to, in the model's order, each with these parameters."""
-        blocks = {block.name: block for block in self.runtime.blocks}
+        hooked = {id(block.module): block for block in self.runtime.blocks}
+        modules = self.runtime.module.named_modules()  # a script may have moved a block's module, or put another in its place
+        blocks = {name: hooked[id(module)] for name, module in modules if id(module) in hooked}
         holders = lowest_modules(self.runtime.module)
         found: dict[int, tuple[Block, list[NamedParam]]] = {}
         for entry in joining:

@@ -85,7 +85,7 @@ class Engine(nn.Module):
             self.runtime.backward.on_user_backward = WeakMethod(self._begin_user_backward)
             self.runtime.backward.on_broken_off = WeakMethod(self._broke_off)
             self.runtime.on_zero_grad, self.runtime.on_forward = WeakMethod(self._clear), partial(parts.optimizer.own.parts.take, True)
-            self.runtime.on_clip, self.runtime.updated = partial(clip_waiting, ref(self)), WeakMethod(parts.optimizer.updated_tensors)
+            self.runtime.on_clip, self.runtime.updated = partial(clip_waiting, ref(self)), WeakMethod(parts.optimizer.group_of_tensors)
             parts.optimizer.connect(self.step, self.zero_grad)
             if parts.stepper is not None:
                 parts.stepper.trained.on_joined = WeakMethod(self.joined)

@@ -333,6 +333,18 @@ LIGHTNING_SIGNALS = (
     *_of_lightning("loops.training_epoch_loop", "_TrainingEpochLoop.on_advance_end", "on_advance_end"),
     *_of_lightning("trainer.connectors.signal_connector", "_SignalConnector.register_signal_handlers", "register_signal_handlers"),
 )
+# In the modules that use it: they may be imported before hf_zero wraps anything.
+HASHES = tuple(
+    Method(
+        f"trl.trainer.{kind}_trainer",
+        "hash_module",
+        "TRL's precompute_ref_log_probs reads sharded parameters at stage 3, which is an error",
+        around="hf_zero.integrations.hashes:hash_module",
+        since=(1, 16),
+    )
+    for kind in ("dpo", "kto")
+)
+
 METHODS = (
     NO_SYNC, STATE, ACCELERATOR_STATE, PLUGIN, INIT_SWITCH, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, STATE_DICT, SAVE_STATE, TRAIN,
     LOG, EVALUATE, BUILD, BUILD_FOR_LOAD, MISSING_KEYS, TIE, SAVE_MODEL, LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES, TOKENS,
@@ -340,5 +352,5 @@ METHODS = (
     BACKWARD_OF_SEVERAL, PREPARE_ONE, STEP,
     ZERO_GRAD, NORM, CLIP,
     FILL, PROCESS, OPTIMIZERS, FILL_SHARDED, CONFIGURATION, ARGUMENTS, AGENT, CONTEXT_SIZE, PREPARE_CP, CONTEXT, CONTEXT_INPUTS,
-    PARALLELISM, RECURRENT, INPUTS,
+    PARALLELISM, RECURRENT, INPUTS, *HASHES,
 )  # fmt: skip

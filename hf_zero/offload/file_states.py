@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hf_zero.config.schema.zero import OffloadOptimizer
+from hf_zero.core.optimizer.master_parts import set_memory
 from hf_zero.core.optimizer.segments import OwnedSegment
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.unit import Unit
@@ -190,7 +191,7 @@ class FileStates(HostStates):
         for segment in sub_group.segments:
             for name, value in _tensors(segment):
                 if name in frame.loaded:
-                    value.data = _part(frame.view(name, sub_group.range.numel, value.dtype), segment, sub_group)
+                    set_memory(value, _part(frame.view(name, sub_group.range.numel, value.dtype), segment, sub_group))
 
     def close(self, sub_group: SubGroup) -> None:
         frame = next((frame for frame in self._frames if frame.sub_group is sub_group), None)
@@ -209,7 +210,7 @@ class FileStates(HostStates):
         for segment in sub_group.segments:
             for name, value in _tensors(segment):
                 if name in frame.loaded:
-                    value.data = segment.within(self._regions[id(sub_group.unit), name].mapped)
+                    set_memory(value, segment.within(self._regions[id(sub_group.unit), name].mapped))
         if not self.plan.section.pipeline_write:
             frame.settle()
 
@@ -248,7 +249,7 @@ class FileStates(HostStates):
                     place = segment.within(self._region(sub_group.unit, name, value.dtype).mapped)
                     if value.data_ptr() != place.data_ptr():
                         place.copy_(value)
-                        value.data = place
+                        set_memory(value, place)
 
     def nbytes(self, kept: int) -> int:
         return self.file.nbytes

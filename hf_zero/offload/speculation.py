@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from hf_zero.core.optimizer.clones import clone
+from hf_zero.core.optimizer.master_parts import set_memory
 from hf_zero.core.optimizer.segments import OwnedSegment, Segments, SubGroupStepper, update_with_lows
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.unit import Unit
@@ -135,7 +136,9 @@ class Speculation:
         if self.unit.master is None:
             raise StateError(f"{self.unit.name} has no master to step a copy of")
         states = [value for shadow in self.shadows for value in shadow.present.values()]
-        self._read = [(tensor, tensor._version) for tensor in (self.grad, self.unit.master, *states)]
+        parts = [shadow.segment.tensor for shadow in self.shadows]  # a script's writes to them have counts of their own
+        with torch._C.DisableTorchFunctionSubclass():
+            self._read = [(tensor, tensor._version) for tensor in (self.grad, self.unit.master, *states, *parts)]
 
     def begun(self) -> Future[None]:
         """Return the future of the step.
@@ -207,7 +210,7 @@ class Speculation:
             old = [self._read[1][0]]
             unit.own.master = self.master
             for shadow in self.shadows:
-                shadow.segment.tensor.data = shadow.tensor.data
+                set_memory(shadow.segment.tensor, shadow.tensor.data)
         for shadow in self.shadows:
             old += shadow.install()
         if self.low is not None and self._target is not None:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
+from typing import Any
 
 import torch
 
-from hf_zero.core.optimizer.segments import OwnedSegment, Segments, SubGroupStepper
+from hf_zero.core.optimizer.segments import OwnedSegment, Segments, SubGroupStepper, master_of
 from hf_zero.core.optimizer.state_store import StateStore, cast_runs, scale_
 from hf_zero.core.units.layout import Range, UnitState
 from hf_zero.core.units.unit import Unit, trained_of
 from hf_zero.core.units.values import publish
+from hf_zero.errors import StateError
 from hf_zero.memory.buffers import HostMemory
 from hf_zero.observe import logger, waiting
 from hf_zero.offload.host_states import HostStates, SubGroup
+from hf_zero.offload.script_states import WaitingStates
 from hf_zero.offload.speculation import Spares, Speculator
 from hf_zero.offload.updates import Underway, UnitUpdate, UpdateThread, Work
 
@@ -84,9 +88,17 @@ class OffloadedStateStore(StateStore):
     def bind(self, inner: torch.optim.Optimizer, units: Sequence[Unit], segments: Segments) -> None:
         super().bind(inner, units, segments)
         self._sub_groups = None
+        self._watch_states()
         if self.speculator is not None:
             self.speculator.halt()
             self.speculator.forget()
+
+    def _watch_states(self) -> None:
+        """Let a script's looks at ``optimizer.state`` wait for updates that continue after a step."""
+        state: Any = self.inner.state
+        if self.policy.forward and type(state) is defaultdict:
+            self.inner.state = WaitingStates(state.default_factory, state)  # type: ignore[assignment]
+            self.inner.state.settle = self.settle  # type: ignore[attr-defined]
 
     # -- updates ------------------------------------------------------------------------------------------------------
 
@@ -104,10 +116,10 @@ class OffloadedStateStore(StateStore):
 
     def _overlaps(self) -> bool:
         """Return whether this step's updates may run in the other thread: not in the first step, which creates the states, nor if a
-        learning rate is a tensor, which a scheduler changes in place.
+        learning rate is a tensor, which a scheduler changes in place, nor if a script sees the step or the memory of masters.
         """
         in_tensors = any(isinstance(value, torch.Tensor) for group in self.inner.param_groups for value in group.values())
-        return self.policy.forward and bool(self.inner.state) and not in_tensors
+        return self.policy.forward and bool(self.inner.state) and not (in_tensors or self.before_step or self.lends())
 
     def update(self, grads: Sequence[torch.Tensor], factor: torch.Tensor, updated: Callable[[Unit], None]) -> None:
         self._update(grads, factor)
@@ -120,7 +132,11 @@ class OffloadedStateStore(StateStore):
 
     def _update(self, grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
         self.settle()
+        if self.in_files and self.inner.state:  # tensors that a script has put into the states
+            self.adopt_states()
         by_unit = {id(unit): grad for unit, grad in zip(trained_of(self.units), grads, strict=True)}
+        if self.before_step is not None:
+            by_unit, factor = self._seen_by_hooks(by_unit, float(factor), self.before_step), torch.ones(())
         stepper, fresh = self._stepper(), not self.inner.state
         self._update_device(stepper, by_unit, factor)
         updates = self._updates(stepper, by_unit, float(factor))
@@ -138,6 +154,31 @@ class OffloadedStateStore(StateStore):
             self.move_to_huge_pages()
         for unit in self.units:
             unit.shard_storage.flush()
+
+    def _seen_by_hooks(
+        self, by_unit: Mapping[int, torch.Tensor], factor: float, before_step: Callable[[], None]
+    ) -> dict[int, torch.Tensor]:
+        """Return copies of the gradients in the masters' dtype, times ``factor``, which a script's pre-step hooks have seen and changed.
+
+        Raises:
+            StateError: A hook has removed a gradient.
+        """
+        seen = {}
+        for unit in trained_of(self.units):
+            grad, dtype = by_unit[id(unit)], master_of(unit).dtype
+            seen[id(unit)] = grad.to(torch.promote_types(self._accumulation_dtype, dtype), copy=True).mul_(factor).to(dtype)
+        for segment in self.segments.trained:
+            segment.tensor.grad = segment.within(seen[id(segment.unit)])
+        before_step()
+        for segment in self.segments.trained:
+            found, segment.tensor.grad = segment.tensor.grad, None
+            if found is None:
+                raise StateError(
+                    "a step pre-hook set a gradient in optimizer.param_groups to None, which is not supported with an offloaded optimizer: "
+                    "freeze the parameter (requires_grad_(False)), or fill the gradient with zeros"
+                )
+            segment.within(seen[id(segment.unit)]).copy_(found)
+        return seen
 
     def _updates(self, stepper: SubGroupStepper, by_unit: Mapping[int, torch.Tensor], factor: float) -> list[UnitUpdate]:
         """Return the updates in the order of forward, but with unsharded units, for which ``step`` waits, first."""
@@ -202,6 +243,7 @@ class OffloadedStateStore(StateStore):
         return self.states.new_state(segment, name, dtype) if self.holds(segment.unit) else super().new_state(segment, name, dtype)
 
     def adopt_states(self) -> None:
+        self._watch_states()
         self.states.adopt([sub_group for sub_groups in self._sub_groups_by_unit().values() for sub_group in sub_groups])
 
     def tiers(self, kept: Callable[[Unit], Sequence[torch.Tensor]]) -> Mapping[str, int]:

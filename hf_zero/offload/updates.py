@@ -139,6 +139,16 @@ class UpdateThread:
         self._pool = None
 
 
+def in_update_thread() -> bool:
+    """Return whether the caller runs in the thread of an engine's updates."""
+    return getattr(_here, "updates", False)
+
+
+_here = threading.local()
+
+
 def _without_grad(work: Callable[[], None]) -> None:
-    with torch.no_grad():  # each thread has a gradient mode of its own
+    _here.updates = True
+    # Each thread has modes of its own. Tensors of a script's groups are ordinary ones here: the script waits for this thread.
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         work()

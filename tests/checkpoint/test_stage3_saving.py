@@ -31,6 +31,15 @@ WRITERS: dict[str, Callable[[nn.Module, Path], Any]] = {
 }
 
 
+LOADS_NOT = (
+    "torch.save",
+    "torch.save after cpu()",
+    "torch.save of a copy",
+    "torch.save of a part",
+    "pickle",
+)  # succeed, and their files cannot be loaded
+
+
 def _refused_everywhere(folder: Path) -> None:
     from hf_zero.errors import StateError
     from hf_zero.zero import GatheredParameters
@@ -40,6 +49,13 @@ def _refused_everywhere(folder: Path) -> None:
     file = folder / f"rank{ranks.rank()}"
     for name, write in WRITERS.items():
         file.unlink(missing_ok=True)
+        if name in LOADS_NOT:
+            write(model, file)
+            with pytest.raises(StateError, match=r"weight, torch.float32 of shape .* has no values in this file"):
+                pickle.loads(file.read_bytes()) if name == "pickle" else torch.load(file, weights_only=False)
+            with GatheredParameters(list(model.parameters())):
+                write(model, file)
+            continue
         with pytest.raises(StateError, match="GatheredParameters") as caught:
             write(model, file)
         assert str(caught.value).startswith("parameter ") and ("transformer." in str(caught.value)) == (name != "torch.save of a part"), (
@@ -54,6 +70,39 @@ def _refused_everywhere(folder: Path) -> None:
 
 def test_writing_a_released_model_is_an_error(tmp_path: Path) -> None:
     ranks.run_ranks(_refused_everywhere, 2, tmp_path)
+
+
+def _saves_of_one_rank(folder: Path) -> None:
+    """The end of DeepSpeed-Chat: rank 0 saves a state dict alone, then all ranks gather, and rank 0 writes over the file."""
+    from hf_zero.errors import StateError
+    from hf_zero.zero import GatheredParameters
+
+    case, file = CASES["gpt2"], folder / "pytorch_model.bin"
+    engine = initialize(case.build(), Run(3))
+
+    def step(number: int) -> None:
+        engine.backward(engine(**case.rows(number, 0, ranks.rank())).loss)
+        engine.step()
+
+    step(0)
+    if ranks.rank() == 0:
+        torch.save(engine.module.state_dict(), file)
+    gathered = {}
+    for name, param in engine.module.named_parameters():
+        with GatheredParameters([param] if param.ds_status.name == "NOT_AVAILABLE" else []):
+            gathered[name] = param.data.cpu()
+    if ranks.rank() == 0:
+        torch.save(gathered, file)
+        assert all(value.numel() for value in torch.load(file).values())
+    step(1)
+    if ranks.rank() == 0:
+        torch.save(engine.module.state_dict(), file)
+    with pytest.raises(StateError, match=r"a state dict without values was saved, .* \(rank 0\)"):
+        step(2)
+
+
+def test_a_state_dict_that_one_rank_saves(tmp_path: Path) -> None:
+    ranks.run_ranks(_saves_of_one_rank, 2, tmp_path)
 
 
 def _before_the_engine() -> None:

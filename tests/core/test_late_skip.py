@@ -107,6 +107,33 @@ def test_a_hook_on_one_rank_lets_all_ranks_wait(world: int, extra: dict[str, Any
     ranks.run_ranks(_one_rank_waits, world, extra)
 
 
+def _zeros_of_a_script() -> None:
+    """A skipped step writes nothing: the sign of a zero that a script has written stays."""
+    import hf_zero
+    from hf_zero.core.step import step as steps
+
+    model = torch.nn.Linear(8, 1, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    config = Run(1, dtype="fp16").config()
+    config.pop("optimizer", None)
+    engine = hf_zero.initialize(model=model, optimizer=optimizer, config={**config, "zero_allow_untested_optimizer": True})[0]
+    with mock.patch.object(steps, "_READ_AT_ONCE", ()):
+        for value in (1.0, float("inf")):
+            engine.backward(engine(torch.full((2, 8), value, dtype=torch.float16)).sum())
+            if value > 1.0:
+                for zero in (0.0, -0.0):  # the master takes the first; the second equals it
+                    model.weight.data.fill_(zero)
+                    assert not torch.signbit(hf_zero.utils.safe_get_full_fp32_param(model.weight)).any()
+                before = model.weight.clone()
+            engine.step()
+    assert engine.skipped_steps == 1 and torch.equal(model.weight.view(torch.int16), before.view(torch.int16)), model.weight
+    engine.destroy()
+
+
+def test_a_skipped_step_changes_no_bit() -> None:
+    ranks.run_ranks(_zeros_of_a_script, 1)
+
+
 def _calls_of_a_script() -> None:
     """Hooks on all optimizers, and a ``step`` that a script has replaced, see the steps that are taken."""
     from torch.optim.optimizer import register_optimizer_step_post_hook

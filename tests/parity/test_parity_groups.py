@@ -5,6 +5,7 @@ together.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 
 import hf_zero
 from hf_zero.errors import StateError
+from hf_zero.utils import safe_get_full_fp32_param
 from tests.support import ranks
 from tests.support.models import CASES, concatenate
 from tests.support.parity import Run, Trace, check, collect, initialize, mean_over_ranks, micro_step
@@ -217,16 +219,19 @@ def _shrink(optimizer: torch.optim.Optimizer, through_data: bool) -> None:
     torch._foreach_mul_(held, 0.5)
 
 
-def _writes_to_groups() -> None:
+def _writes_to_groups(folder: Path) -> None:
     """Write to the tensors of the groups between backward and step, and after a step: plain PyTorch's losses, or one error."""
-    for stage, bf16, persist in ((0, False, 0), (0, True, 0), (1, False, 0), (2, True, 0), (3, False, 0), (3, True, 0), (3, False, 10**5)):
+    kinds = ((0, False, 0), (0, True, 0), (1, False, 0), (2, True, 0), (3, False, 0), (3, True, 0), (3, False, 10**5))
+    offloaded = ((1, True, 0, "cpu"), (3, True, 0, "cpu"), (1, True, 0, "nvme"), (3, False, 0, "nvme"))
+    for stage, bf16, persist, device in (*((*kind, "none") for kind in kinds), *offloaded):
         dtype = torch.bfloat16 if bf16 else torch.float32
         model, plain = _small(), _small().to(dtype)
         masters = [nn.Parameter(param.detach().float().clone()) for param in plain.parameters()]
         expected, given = torch.optim.SGD(masters, lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)
         run = Run(stage=stage, dtype="bf16" if bf16 else "fp32")
-        sections = {**run.config(), "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": persist}}
-        engine = hf_zero.initialize(model=model, optimizer=given, config=sections)[0]
+        zero = {"stage": stage, "stage3_param_persistence_threshold": persist}
+        zero |= {"offload_optimizer": {"device": device, **({"nvme_path": str(folder)} if device == "nvme" else {})}}
+        engine = hf_zero.initialize(model=model, optimizer=given, config={**run.config(), "zero_optimization": zero})[0]
         whole_elsewhere = stage in (1, 2) or persist > 0
         for step in range(4):
             rows = [torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank)).to(dtype) for rank in range(2)]
@@ -256,5 +261,62 @@ def _writes_to_groups() -> None:
         engine.destroy()
 
 
-def test_writes_to_the_tensors_of_the_groups() -> None:
-    ranks.run_ranks(_writes_to_groups, 2)
+def test_writes_to_the_tensors_of_the_groups(tmp_path: Path) -> None:
+    ranks.run_ranks(_writes_to_groups, 2, tmp_path)
+
+
+def _writes_beside_updates(folder: Path) -> None:
+    """Writes to groups and states while updates of the last step still run, or have begun in backward, on the host: as without offload."""
+    from hf_zero.ops.host_optimizers import HostAdam
+
+    weights: dict[str, list[torch.Tensor]] = {}
+    for name, device, overlap in (("plain", "none", "none"), ("cpu", "cpu", "full"), ("nvme", "nvme", "full")):
+        model = _small()
+        given = HostAdam(model.parameters(), lr=0.01)
+        zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+        zero |= {"offload_optimizer": {"device": device, **({"nvme_path": str(folder)} if device == "nvme" else {})}}
+        sections = {**Run(stage=3, dtype="bf16").config(), "zero_optimization": zero, "hf_zero": {"offload_overlap": overlap}}
+        sections.pop("optimizer", None)
+        engine = hf_zero.initialize(model=model, optimizer=given, config=sections)[0]
+        for step in range(6):
+            rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + ranks.rank())).to(torch.bfloat16)
+            engine.backward(engine(rows).square().mean())
+            if step == 1:
+                _shrink(given, through_data=False)
+            if step == 5:
+                _shrink(given, through_data=True)
+            engine.step()
+            for state in given.state.values() if step in (2, 4) else ():
+                state["exp_avg"].mul_(0.5)
+                state["exp_avg_sq"] = torch.full_like(state["exp_avg_sq"], 0.25)
+            if step == 3:
+                _shrink(given, through_data=False)
+        weights[name] = [safe_get_full_fp32_param(param).clone() for param in model.parameters()]  # type: ignore[union-attr]
+        engine.destroy()
+    for name, found in weights.items():
+        for value, expected in zip(found, weights["plain"], strict=True):
+            torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6, msg=lambda text, at=name: f"{at}: {text}")
+
+
+def test_writes_while_updates_run_on_the_host(tmp_path: Path) -> None:
+    ranks.run_ranks(_writes_beside_updates, 2, tmp_path)
+
+
+def _removed_from_groups() -> None:
+    """A list without some tensors, or with some of the model, trained some of them, none or all, depending on the way of the update."""
+    for stage, kept in ((0, "biases"), (1, "biases"), (3, "biases"), (1, ""), (3, "")):
+        model = _small()
+        given = torch.optim.SGD(model.parameters(), lr=0.1)
+        sections = {key: value for key, value in Run(stage=stage).config().items() if key != "optimizer"}
+        engine = hf_zero.initialize(model=model, optimizer=given, config=sections)[0]
+        engine.backward(engine(torch.ones(4, 6)).square().mean())
+        engine.step()
+        engine.backward(engine(torch.ones(4, 6)).square().mean())
+        given.param_groups[0]["params"] = [param for name, param in model.named_parameters() if kept and name.endswith("bias")]
+        with pytest.raises(StateError, match=r"removed tensors from lists in optimizer.param_groups"):
+            engine.step()
+        engine.destroy()
+
+
+def test_tensors_that_are_removed_from_groups() -> None:
+    ranks.run_ranks(_removed_from_groups, 2)

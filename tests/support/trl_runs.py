@@ -40,6 +40,10 @@ def pairs() -> Any:
 
 def options(folder: Path, config: Any, cls: Any, **changes: Any) -> Any:
     """Return training arguments of class ``cls``."""
+    if config is not None:
+        from hf_zero.integrations import callers
+
+        callers.watch()  # modules of TRL that a run without ZeRO has imported in this process
     common = {"max_steps": STEPS, "bf16": False, "gradient_checkpointing": False, "gradient_accumulation_steps": 1}
     return trainers.arguments(folder, config, cls, **(common | changes))
 
@@ -71,10 +75,32 @@ def _dpo(models: Path, folder: Path, config: Any, adapter: Any = None, **changes
         model=trainers.load(models, "llama"),
         ref_model=reference,
         args=args,
-        train_dataset=pairs(),
+        train_dataset=_on_disk(pairs(), folder),
         processing_class=tokenizer(),
         peft_config=adapter,
     )
+
+
+def _kto(models: Path, folder: Path, config: Any) -> Any:
+    from datasets import Dataset
+    from trl import KTOConfig, KTOTrainer
+
+    args = options(folder, config, KTOConfig, max_length=16, precompute_ref_log_probs=True)
+    answers = [f" {text}" for text in texts(48, 4, 2)]
+    data = Dataset.from_dict({"prompt": texts(48, 4, 1), "completion": answers, "label": [index % 3 > 0 for index in range(48)]})
+    data = _on_disk(data, folder)
+    return KTOTrainer(model=trainers.load(models, "llama"), args=args, train_dataset=data, processing_class=tokenizer())
+
+
+def _on_disk(data: Any, folder: Path) -> Any:
+    """Return ``data``, read from a folder of the run where all ranks find the results that one of them stores beside it."""
+    import torch.distributed as dist
+    from datasets import load_from_disk
+
+    if dist.get_rank() == 0:
+        data.save_to_disk(folder / "data")
+    dist.barrier()
+    return load_from_disk(folder / "data")
 
 
 def _reward(models: Path, folder: Path, config: Any) -> Any:
@@ -117,6 +143,8 @@ KINDS: dict[str, Callable[[Path, Path, Any], Any]] = {
     "sft_checkpointing": lambda models, folder, config: _sft(models, folder, config, gradient_checkpointing=True),
     "dpo": _dpo,
     "dpo_lora": lambda models, folder, config: _dpo(models, folder, config, lora(), learning_rate=1e-2),
+    "dpo_precomputed": lambda models, folder, config: _dpo(models, folder, config, precompute_ref_log_probs=True),
+    "kto_precomputed": _kto,
     "reward": _reward,
     "grpo": _grpo,
     "grpo_block_by_block": lambda models, folder, config: _grpo(

@@ -12,14 +12,14 @@ LOGGED = ("loss", "grad_norm", "rewards/margins", "logps/chosen", "accuracy", "r
 
 
 # The reference model of DPO is a second engine.
-@pytest.mark.fast_rows("sft-3", "dpo-3")
-@pytest.mark.parametrize(("kind", "stage"), [("sft", 3), ("dpo", 3), ("reward", 2)])
+@pytest.mark.fast_rows("sft-3", "dpo-3", "kto_precomputed-3")
+@pytest.mark.parametrize(("kind", "stage"), [("sft", 3), ("dpo", 3), ("kto_precomputed", 3), ("reward", 2)])
 def test_same_numbers(kind: str, stage: int, trainer_models: Path, tmp_path: Path) -> None:
     ranks.run_ranks(_same_numbers, 2, trainer_models, tmp_path, kind, (stage,), timeout=200)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sft", "dpo", "reward", "sft_lora", "sft_checkpointing", "dpo_lora", "grpo", "grpo_block_by_block"])
+@pytest.mark.parametrize("kind", [*trl_runs.KINDS])
 def test_same_numbers_at_both_stages(kind: str, trainer_models: Path, tmp_path: Path) -> None:
     ranks.run_ranks(_same_numbers, 2, trainer_models, tmp_path, kind, (2, 3), timeout=250)
 

@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from hf_zero.core.units.layout import UnitState
 from hf_zero.core.units.unit import Unit
 from hf_zero.core.units.values import own_part_changed
 
 _DATA: Any = torch.Tensor.data  # torch's own property
-_SHOWN, _LENT = "_hf_zero_shown", "_hf_zero_lent"  # attributes of a part: the tensor that ``data`` returns; the list of lent parts
+_WITHOUT_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
+_SHOWN, _KEEPER = "_hf_zero_shown", "_hf_zero_keeper"  # attributes of a part: the tensor that ``data`` returns; the part's ``MasterParts``
 
 
 class MasterPart(nn.Parameter):
@@ -23,8 +25,15 @@ class MasterPart(nn.Parameter):
     is a part of a master. Where the master is another tensor than the shard, a look for written weights compares the two, and cannot tell
     which one was written. So torch's counts of writes in place are compared: each part has a count of its own, and ``data`` always returns
     the same tensor, whose count is compared too. torch's optimizers choose their fast implementations by the class of the parameters, so
-    during an update the parts are ordinary parameters.
+    during an update the parts are ordinary parameters. Operations of a script wait for an offloaded update that is still running.
     """
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for part in (arg for arg in tree_leaves((args, kwargs)) if type(arg) is MasterPart):
+            _keeper(part).settle()
+        with _WITHOUT_FUNCTION():
+            return func(*args, **(kwargs or {}))
 
     @property
     def data(self: Any) -> torch.Tensor:
@@ -38,12 +47,25 @@ class MasterPart(nn.Parameter):
             shown.copy_(value)
 
 
+def _keeper(part: Any) -> MasterParts:
+    keeper: MasterParts = vars(part)[_KEEPER]
+    return keeper
+
+
 def _shown(part: Any) -> torch.Tensor:
+    _keeper(part).settle()
     shown: torch.Tensor | None = vars(part).get(_SHOWN)
     if shown is None:
-        shown = vars(part)[_SHOWN] = _DATA.__get__(part)
-        vars(part)[_LENT].append(part)
+        with _WITHOUT_FUNCTION():
+            shown = vars(part)[_SHOWN] = _DATA.__get__(part)
+        _keeper(part).lend(part)
     return shown
+
+
+def set_memory(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Point ``tensor.data`` at ``values``, also if it is a part of a master."""
+    with _WITHOUT_FUNCTION():
+        _DATA.__set__(tensor, values)
 
 
 def new_part(values: torch.Tensor) -> nn.Parameter:
@@ -57,10 +79,12 @@ class MasterParts:
     Attributes:
         late: Names of units that were written between an update and a forward and that other ranks hold whole: the forward has computed
             with their previous values on those ranks.
+        settle: Waits for running updates.
     """
 
     def __init__(self) -> None:
         self.late: list[str] = []
+        self.settle: Callable[[], None] = lambda: None
         self._parts: list[tuple[Unit, nn.Parameter, Callable[[], torch.Tensor | None]]] = []
         self._tensors: list[nn.Parameter] = []  # those of ``_parts``
         self._counts: list[int] = []  # counts of writes at the last look, by part
@@ -78,9 +102,18 @@ class MasterParts:
         self._lent = []
         self._tensors = [part for _, part, _ in self._parts]
         for part in self._tensors:
-            vars(part)[_LENT] = self._lent
+            vars(part)[_KEEPER] = self
         self._lent += [part for part in self._tensors if _SHOWN in vars(part)]
         self.resume()
+
+    def lend(self, part: nn.Parameter) -> None:
+        """Note that the script has ``part.data``, which must stay the memory of its values."""
+        self._lent.append(part)
+
+    @property
+    def lends(self) -> bool:
+        """Return whether the script has asked for ``data`` of a part."""
+        return bool(self._lent)
 
     def pause(self) -> None:
         """Begin an update: the parts are ordinary parameters, and may be written."""
@@ -95,7 +128,8 @@ class MasterParts:
 
     def _look(self) -> set[int]:
         """Count writes again, and return the ids of the parts that were written since the last look."""
-        counts, lent = [part._version for part in self._tensors], [vars(part)[_SHOWN]._version for part in self._lent]
+        with _WITHOUT_FUNCTION():
+            counts, lent = [part._version for part in self._tensors], [vars(part)[_SHOWN]._version for part in self._lent]
         if counts == self._counts and lent == self._lent_counts:
             return set()
         before = self._lent_counts + [0] * (len(lent) - len(self._lent_counts))  # the count of a new tensor
@@ -117,7 +151,7 @@ class MasterParts:
             if id(part) in found:
                 written[id(unit)] = unit
                 if (follows := low()) is not None:
-                    follows.copy_(part)
+                    follows.copy_(part)  # waits for a running update of the unit
         for unit in written.values():
             whole = unit.state is UnitState.UNSHARDED
             if whole and unit.reshards and unit.exact:

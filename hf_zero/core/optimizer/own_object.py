@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from weakref import ref
 
 import torch
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
+from torch.optim import lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from hf_zero.core.optimizer import step_hooks
 from hf_zero.core.optimizer.clones import clone, options_of
 from hf_zero.core.optimizer.master_parts import MasterParts
 from hf_zero.core.units.unit import Unit, find_unit, trained_of
 from hf_zero.core.units.values import publish
 from hf_zero.errors import StateError
+
+T = TypeVar("T")
 
 
 class Outer(Protocol):
@@ -38,6 +42,12 @@ class OwnObject:
     ``train`` and ``eval``, by which schedule-free optimizers exchange weights, would change the masters alone. A script that calls them
     gets the engine's step, and weights that all ranks see.
 
+    [Note: a step that a script has replaced] A script's function in place of ``step`` (a mask, an average, a counter) does its work before
+    and after the original, on the parameters of the model. It is called once around the engine's whole step, whoever begins that: its
+    original is then the engine's step, after which all parameters have their new values, and the engine updates with the method of the
+    optimizer's class. A function from before ``connect``, or on the class, holds that method itself as its original. So the method is
+    called over no parameters then, and a hook on it takes the engine's step.
+
     Attributes:
         change: Set by the engine's step: calls a function that writes to masters, and shows the new values; collective.
         fetch: Gives the tensors in the groups their values before a method writes to them; collective.
@@ -57,7 +67,10 @@ class OwnObject:
         self._inner = inner
         self._updates = False
         self._own: dict[str, Callable[..., Any]] = {}
-        self._served: object = None  # the method that replaces ``step``
+        self._class_step: Any = type(inner).step  # a script may replace it later
+        self._served: Any = None  # the method that replaces ``step``
+        self._take: Callable[[], object] | None = None  # the engine's step, which waits for the script's ``step``
+        self._inside = False  # inside the script's call of ``step``
         self._outer: ref[Any] | None = None
 
     def connect(self, outer: Outer) -> None:
@@ -84,20 +97,62 @@ class OwnObject:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Let the methods be the optimizer's own inside: the engine calls them. Its post-step hooks wait for ``ShardedOptimizer.end_step``:
-        before, the model's parameters have their old values, and what a hook writes to them would be replaced by the masters' values.
-        """
-        inner: Any = self._inner
-        hooks, inner._optimizer_step_post_hooks = inner._optimizer_step_post_hooks, OrderedDict()
+        """Let the methods be those of the optimizer's class inside, without hooks: the engine calls them."""
+        held = vars(self._inner).pop("step", None)
         self._updates = True
         self.parts.pause()
         try:
-            yield
+            with step_hooks.deferred(self._inner), self._class_as_made():
+                yield
         finally:
             self._updates = False
             self.parts.resume()
-            hooks.update(inner._optimizer_step_post_hooks)  # registered inside
-            inner._optimizer_step_post_hooks = hooks
+            if held is not None:
+                vars(self._inner)["step"] = held
+
+    def before_step(self) -> Callable[[], None] | None:
+        """Return a function that calls the script's pre-step hooks on this and on all optimizers, while the tensors in the groups have
+        their gradients; None if there are none.
+        """
+        hooks = step_hooks.hooks_before(self._inner)
+        return partial(step_hooks.call_before, self._inner, hooks) if hooks else None
+
+    def around(self, take: Callable[[], T]) -> T:
+        """Return ``take()``, which takes the engine's step, through the function by which a script has replaced ``step``, if it has.
+
+        Raises:
+            StateError: The function has not called its original once.
+        """
+        if self._inside or not self._replaced():
+            return take()
+        return once("optimizer.step", self._inner.step, take, lambda taking: setattr(self, "_take", taking))
+
+    def _replaced(self) -> bool:
+        """Return whether a script has replaced ``step``, on the object or its class, before ``connect`` or since. The wrapper of torch's
+        schedulers, which counts calls, is no replacement.
+        """
+        if self._served is None:
+            return False
+        now = vars(self._inner).get("step", self._served)
+        return _beneath(now) is not self._served.__func__ or self._replaced_before()
+
+    def _replaced_before(self) -> bool:
+        """Return whether a function of the script, which has the class's own method as its original, is in place of ``step``."""
+        return _beneath(self._own["step"]) is not type(self._inner).step
+
+    @contextmanager
+    def _class_as_made(self) -> Iterator[None]:
+        """Undo inside that a script has replaced ``step`` of the optimizer's class."""
+        kind: Any = next(kind for kind in type(self._inner).__mro__ if "step" in vars(kind))
+        now = vars(kind)["step"]
+        if now is self._class_step:
+            yield
+            return
+        kind.step = self._class_step
+        try:
+            yield
+        finally:
+            kind.step = now
 
     def write(self, change: Callable[[], object], updated: Callable[[Unit], None]) -> None:
         """Call ``change``, which writes to the tensors in the groups, and ``updated`` with each unit that is trained now; collective."""
@@ -114,15 +169,8 @@ class OwnObject:
                 updated(unit)
 
     def steps_itself(self) -> bool:
-        """Return whether an update runs nothing of a script: neither hooks on all optimizers of this process, nor a replaced ``step``.
-
-        The wrapper of torch's schedulers, which counts calls, is no replacement.
-        """
-        before, now = self._own.get("step"), vars(self._inner).get("step")
-        ordinary = getattr(before, "__func__", None) is type(self._inner).step or hasattr(before, _SCHEDULER)
-        replaced = now is not self._served and not hasattr(now, _SCHEDULER)
-        hooks = [hook for hook in _global_optimizer_pre_hooks.values() if hook is not _ForeignSteps._refuse]
-        return ordinary and not (replaced or hooks or _global_optimizer_post_hooks)
+        """Return whether an update runs nothing of a script: neither hooks on all optimizers of this process, nor a replaced ``step``."""
+        return not (self._replaced() or step_hooks.hooks_before(self._inner) or step_hooks.hooks_after())
 
     def require_own_state(self) -> None:
         """Raise if ``state`` has entries of the model's parameters, in whose place the groups hold flat parts of masters.
@@ -148,9 +196,35 @@ class OwnObject:
             outer = itself._outer() if itself is not None and itself._outer is not None else None
             if itself is None or outer is None or itself._updates:
                 return own(*args, **kwargs)
-            return outer.step(*args, **kwargs) if name == "step" else itself._set_mode(name)
+            return itself._begin(outer, own, args, kwargs) if name == "step" else itself._set_mode(name)
 
         return method
+
+    def _begin(self, outer: Outer, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Take the engine's step, because ``step`` was called, through the script's function from before ``connect`` if there is one."""
+
+        def take(*args: Any, **kwargs: Any) -> Any:
+            if self._take is not None:
+                return self._take()
+            before, self._inside = self._inside, True
+            try:
+                return outer.step(*args, **kwargs)
+            finally:
+                self._inside = before
+
+        if not self._replaced_before():
+            return take(*args, **kwargs)
+
+        def take_instead(_: Any, given: tuple[Any, ...], options: dict[str, Any]) -> Any:
+            with step_hooks.usual(self._inner):
+                result = take(*given[1:], **options)
+            groups = [{**options_of(group), "params": []} for group in self._inner.param_groups]
+            return (clone(self._inner, groups, defaultdict(dict)), *[lambda: result] * bool(given[1:] or options)), {}
+
+        if _beneath(own) is self._class_step:  # the class has another one now
+            own = MethodType(type(self._inner).step, self._inner)
+        with step_hooks.deferred(self._inner, take_instead):
+            return own(*args, **kwargs)
 
     def _set_mode(self, name: str) -> None:
         """Call ``train`` or ``eval`` if that changes an option of the groups; found by a call without tensors. Collective."""
@@ -165,7 +239,38 @@ class OwnObject:
             self.change(self._own[name])
 
 
-_SCHEDULER = "_wrapped_by_lr_sched"  # attribute of the wrapper by which torch's schedulers count calls of ``step``
+def once(name: str, call: Callable[[], object], take: Callable[[], T], wait: Callable[[Callable[[], object] | None], None]) -> T:
+    """Return ``take()``, which takes a step, called through a script's function.
+
+    Args:
+        name: Name of the method that the script has replaced.
+        call: Calls the script's function.
+        take: Takes the step.
+        wait: Is given the function that the method's original calls in place of a step; None at the end.
+
+    Raises:
+        StateError: The script's function has not called the original once.
+    """
+    results: list[T] = []
+    wait(lambda: results.append(take()))
+    try:
+        call()
+    finally:
+        wait(None)
+    if len(results) != 1:
+        raise StateError(
+            f"{name} was replaced by {getattr(call, '__qualname__', call)}, which called the original step {len(results)} times in "
+            "engine.step(): it must do that once, because the engine updates in the original"
+        )
+    return results[0]
+
+
+def _beneath(step: Any) -> Any:
+    """Return the function of the method ``step``, inside the wrappers by which torch's schedulers count calls."""
+    function = getattr(step, "__func__", step)
+    while getattr(function, "__globals__", None) is vars(lr_scheduler) and hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
 
 
 class _ForeignSteps:
@@ -178,6 +283,7 @@ class _ForeignSteps:
         """Register the hook; further calls do nothing."""
         if not cls._hooked:
             cls._hooked = True
+            step_hooks.own_hooks.append(cls._refuse)
             register_optimizer_step_pre_hook(cls._refuse)
 
     @staticmethod

@@ -80,15 +80,15 @@ class OwnedSegment:
     @property
     def state(self) -> Mapping[str, Any]:
         """Return the state that the inner optimizer keeps for the segment, live; empty before the first step. Does not wait for updates."""
-        state: Mapping[str, Any] = self.inner.state.get(self.tensor, {})
+        state: Mapping[str, Any] = dict.get(self.inner.state, self.tensor, {})  # a script's own look waits for updates
         return state
 
     def install(self, state: dict[str, Any]) -> None:
         """Replace the segment's state; an empty ``state`` removes it."""
         if state:
-            self.inner.state[self.tensor] = state
+            dict.__setitem__(self.inner.state, self.tensor, state)
         else:
-            self.inner.state.pop(self.tensor, None)
+            dict.pop(self.inner.state, self.tensor, None)
 
     def elementwise(self) -> list[tuple[str, torch.Tensor]]:
         """Return the states that have one number per element, by name."""
@@ -207,8 +207,8 @@ class SubGroupStepper:
 
     [Note: stepping by sub-groups] Each sub-group is stepped by a clone: an object of the same class with the same attributes and the same
     state dict, whose groups hold the sub-group's segments and the options that the groups had when the step began. So all sub-groups see
-    the same value of a counter that an optimizer keeps in its groups (schedule-free ones do), as in one common step; a learning rate that
-    changes meanwhile has no effect; and the step of a sub-group does not read the segments of others.
+    the same value of a counter that an optimizer keeps in its groups (schedule-free ones do) or its attributes, as in one common step; a
+    learning rate that changes meanwhile has no effect; and the step of a sub-group does not read the segments of others.
 
     Args:
         optimizer: The inner optimizer.
@@ -226,7 +226,8 @@ class SubGroupStepper:
         self._accumulation_dtype = accumulation_dtype
         self.threads = threads or torch.get_num_threads()
         self.values = [_values(group) for group in optimizer.param_groups]
-        self._after: list[dict[str, Any]] = []
+        self._attributes = dict(vars(optimizer))
+        self._after: torch.optim.Optimizer | None = None  # the clone that stepped last
 
     @torch.no_grad()
     def step(
@@ -254,7 +255,7 @@ class SubGroupStepper:
         else:
             self._step(other, segments, grads, factor)
             _copy_to([segment.tensor for segment in segments], targets)
-        self._after = groups
+        self._after = other
 
     def _step(self, other: torch.optim.Optimizer, segments: Sequence[OwnedSegment], grads: Sequence[torch.Tensor], factor: float) -> None:
         """Step a torch optimizer: gradients are cast to the accumulation dtype, multiplied, then cast to the master's dtype, as without
@@ -270,9 +271,14 @@ class SubGroupStepper:
                 segment.tensor.grad = None
 
     def finish(self) -> None:
-        """Copy the options that the clones' steps have changed into the optimizer's groups."""
-        for group, before, after in zip(self.optimizer.param_groups, self.values, self._after, strict=False):
+        """Copy the options and attributes that the clones' steps have changed into the optimizer."""
+        if self._after is None:
+            return
+        for group, before, after in zip(self.optimizer.param_groups, self.values, self._after.param_groups, strict=False):
             group.update({key: value for key, value in _values(after).items() if value is not before.get(key)})
+        for name, value in vars(self._after).items():
+            if name not in ("param_groups", "state") and value is not self._attributes.get(name):
+                setattr(self.optimizer, name, value)
 
 
 def update_with_lows(

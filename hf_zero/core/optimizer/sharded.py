@@ -10,8 +10,9 @@ from weakref import ref
 
 import torch
 
+from hf_zero.core.optimizer import step_hooks
 from hf_zero.core.optimizer.clones import build_anew, state_at_start
-from hf_zero.core.optimizer.own_object import OwnObject
+from hf_zero.core.optimizer.own_object import OwnObject, once
 from hf_zero.core.optimizer.param_states import ParamStates, SegmentStates
 from hf_zero.core.optimizer.segments import OwnedSegment, Segments, lay_out
 from hf_zero.core.optimizer.state_store import StateStore
@@ -92,9 +93,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # -- what is trained, see [Note: what is trained] ------------------------------------------------------------------------
 
-    def updated_tensors(self) -> set[int]:
-        """Return the ids of the tensors that the inner optimizer holds in place of the model's parameters."""
-        return {id(segment.tensor) for segment in self.segments}
+    def group_of_tensors(self) -> dict[int, int]:
+        """Return the param group of each tensor that the inner optimizer holds in place of the model's parameters, by id."""
+        return {id(segment.tensor): segment.group for segment in self.segments}
 
     def can_rest(self, unit: Unit) -> bool:
         """Return whether single parameters of ``unit`` can be frozen while others are trained."""
@@ -162,6 +163,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         ``updated`` is called with each unit, in order, when its shard has its new value, and may be collective; everything else is local.
         """
+        self.state_store.before_step = self.own.before_step()
         with self.own.updating():
             self.state_store.update(shards, factor, updated)
         # torch's schedulers read this attribute before they warn that they were stepped before the optimizer. A script's scheduler has the
@@ -177,15 +179,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             RuntimeError: A hook returns other arguments for ``step``, which takes none here.
         """
         self.own.require_own_state()
-        for hook in (*self._optimizer_step_pre_hooks.values(),):
-            if hook(self, (self,), {}) not in (None, ((self,), {})):
-                raise RuntimeError(f"a step pre-hook returned other arguments for step(): return None, {hook!r} did not")
+        step_hooks.call_before(self, (*self._optimizer_step_pre_hooks.values(),))
 
     def end_step(self) -> None:
-        """Call the script's post-step hooks, when all parameters have their new values: the inner optimizer's, then this one's."""
+        """Call the script's post-step hooks, when all parameters have their new values: the inner optimizer's, this one's, then those on
+        all optimizers.
+        """
         for optimizer in (self.inner, self):
             for hook in (*optimizer._optimizer_step_post_hooks.values(),):
                 hook(optimizer, (optimizer,), {})
+        for hook in step_hooks.hooks_after():
+            hook(self.inner, (self.inner,), {})
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]
         """Finish the reduction, clip and update, like the engine's ``step``; for callers that step the optimizer.
@@ -305,9 +309,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def watch_parts(optimizer: ShardedOptimizer) -> None:
-    """Look for writes of the script to the segments' tensors, unless offload moves these or updates them while the script runs."""
-    segments = optimizer.segments if type(optimizer.state_store) is StateStore and type(optimizer) is ShardedOptimizer else Segments()
-    optimizer.own.parts.watch((segment.unit, segment.tensor, partial(getattr, segment, "low")) for segment in segments)
+    """Look for writes of the script to the segments' tensors."""
+    parts, store = optimizer.own.parts, optimizer.state_store
+    parts.settle = store.settle
+    store.lends = partial(getattr, parts, "lends")
+    segments = optimizer.segments if type(optimizer) is ShardedOptimizer else Segments()
+    parts.watch((segment.unit, segment.tensor, partial(getattr, segment, "low")) for segment in segments)
 
 
 _STEP = ShardedOptimizer.step  # a script may replace it
@@ -316,8 +323,8 @@ _STEP = ShardedOptimizer.step  # a script may replace it
 def through_step(optimizer: ShardedOptimizer, take: Callable[[], T], held: Any) -> T:
     """Return ``take()``, which takes the engine's step at a boundary.
 
-    If a script has replaced ``optimizer.step``, also on its class, or has wrapped the object, call the script's ``step``, which calls the
-    original.
+    If a script has replaced ``optimizer.step``, also on its class or on the inner optimizer, or has wrapped the object, call the script's
+    ``step``, which calls the original.
 
     Args:
         optimizer: The engine's optimizer.
@@ -329,20 +336,8 @@ def through_step(optimizer: ShardedOptimizer, take: Callable[[], T], held: Any) 
     """
     replaced = held is not optimizer or "step" in vars(optimizer) or type(optimizer).step is not _STEP
     if not replaced or optimizer._steps:
-        return take()
-    results: list[T] = []
-    optimizer._take = lambda: results.append(take())
-    try:
-        held.step()
-    finally:
-        optimizer._take = None
-    if len(results) != 1:
-        name = getattr(held.step, "__qualname__", held.step)
-        raise StateError(
-            f"engine.optimizer.step was replaced by {name}, which called the original step {len(results)} times in engine.step(): it must "
-            "do that once, because the engine updates in the original"
-        )
-    return results[0]
+        return optimizer.own.around(take)
+    return once("engine.optimizer.step", held.step, lambda: optimizer.own.around(take), lambda taking: setattr(optimizer, "_take", taking))
 
 
 def _clearing(optimizer: ref[ShardedOptimizer]) -> Callable[..., None]:

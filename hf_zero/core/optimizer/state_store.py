@@ -31,7 +31,13 @@ class StateStore:
         units: Trained units, in order.
         segments: Segments of the units.
         in_files: Ids of the units whose masters and states are kept in files.
+        before_step: Calls the script's pre-step hooks, when all segments have their gradients; None if there are none.
+        lends: Returns whether the script has tensors that share the memory of masters.
     """
+
+    _may_skip = False  # inside ``skipped_unless``
+    before_step: Callable[[], None] | None = None
+    lends: Callable[[], bool] = bool
 
     threads: int | None = None
     in_files: frozenset[int] = frozenset()
@@ -86,29 +92,39 @@ class StateStore:
 
     @contextmanager
     def skipped_unless(self, finite: torch.Tensor | None) -> Iterator[None]:
-        """Let updates inside the ``with`` leave masters and states as they are if ``finite``, 0-dim on their device, is false."""
+        """Let updates inside the ``with`` leave masters and states as they are if ``finite``, 0-dim on their device, is false. The caller
+        publishes the masters of a step that is taken: a skipped one must not write to shards (a zero may have another sign there).
+        """
         if finite is None:
             yield
             return
         inner: Any = self.inner
         inner.grad_scale, inner.found_inf = None, finite.logical_not().float()  # torch.amp.GradScaler's interface
+        self._may_skip = True
         try:
             yield
         finally:
             del inner.grad_scale, inner.found_inf
+            self._may_skip = False
+
+    def _publish(self) -> None:
+        if not self._may_skip:
+            publish(trained_of(self.units))
 
     def _update_at_once(self, by_unit: Mapping[int, torch.Tensor], factor: torch.Tensor) -> None:
         """Step the inner optimizer itself once; or over several runs of segments if gradients need a copy in the masters' dtype."""
-        writes_shards = isinstance(self.inner, HostOptimizer) and self._writes_shards()
+        writes_shards = isinstance(self.inner, HostOptimizer) and self._writes_shards() and self.before_step is None
         if not writes_shards:
             scale_(list(by_unit.values()), factor)
         segments = self.segments.trained
         runs = cast_runs(segments, by_unit)
-        if len(runs) > 1 and not self._has_hooks():
+        if len(runs) > 1 and self.before_step is None:
             self._update_runs(runs, by_unit, factor, writes_shards)
             return
         for segment in segments:
             segment.tensor.grad = segment.gradient(by_unit[id(segment.unit)])
+        if self.before_step is not None:
+            self.before_step()
         if isinstance(self.inner, HostOptimizer) and writes_shards:
             lows: dict[torch.Tensor, torch.Tensor] = {segment.tensor: low for segment in segments if (low := segment.low) is not None}
             self.inner.step(grad_factor=float(factor), lows=lows)
@@ -116,7 +132,7 @@ class StateStore:
                 shard_changed(unit)
         else:
             self.inner.step()
-            publish(trained_of(self.units))
+            self._publish()
         for segment in segments:
             segment.tensor.grad = None
 
@@ -137,7 +153,7 @@ class StateStore:
             for unit in trained_of(self.units):
                 shard_changed(unit)
         else:
-            publish(trained_of(self.units))
+            self._publish()
 
     def _update_in_turn(self, by_unit: Mapping[int, torch.Tensor], factor: torch.Tensor, updated: Callable[[Unit], None]) -> None:
         """Update unit by unit, so that one unit is all-gathered while the next is updated."""
@@ -166,11 +182,7 @@ class StateStore:
         Otherwise one launch for all units is faster.
         """
         gathers = any(unit.collectives.blocks_host and unit.layout.world > 1 and unit.state is UnitState.UNSHARDED for unit in self.units)
-        return gathers and not self._has_hooks() and self._on_host()
-
-    def _has_hooks(self) -> bool:
-        """Return whether the inner optimizer has pre-step hooks, which expect one step of all segments."""
-        return bool(self.inner._optimizer_step_pre_hooks)
+        return gathers and self.before_step is None and self._on_host()
 
     def _on_host(self) -> bool:
         return all(unit.collectives.topology.device.type == "cpu" for unit in self.units[:1])

@@ -85,9 +85,9 @@ class WholeTensorOptimizer(ShardedOptimizer):
         groups = range(len(self.inner.param_groups))
         return [[entry.param for entry in self.whole if entry.slot.group == index] for index in groups]
 
-    def updated_tensors(self) -> set[int]:
-        """Return the ids of the parameters that this rank updates."""
-        return {id(entry.param) for entry in self.whole}
+    def group_of_tensors(self) -> dict[int, int]:
+        """Return the param group of each parameter that this rank updates, by id."""
+        return {id(entry.param): entry.slot.group for entry in self.whole}
 
     def can_rest(self, unit: Unit) -> bool:
         """Return True, because each parameter is updated by itself."""
@@ -129,7 +129,10 @@ class WholeTensorOptimizer(ShardedOptimizer):
         with torch.no_grad():
             scale_(shards, factor)
             self._collect(shards)
+        before_step = self.own.before_step()
         with span("whole tensors"), self.own.updating():
+            if before_step is not None:
+                before_step()
             self.inner.step()
         with torch.no_grad():
             self._scatter(updated)

@@ -16,6 +16,7 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.core.units.layout import UnitState
 from hf_zero.core.units.registration import network_of_loose, noted_loose
 from hf_zero.core.units.shard import exchange_changes
+from hf_zero.core.units.shared_memory import separate
 from hf_zero.core.units.unit import Unit, find_unit
 from hf_zero.core.units.values import adopt_writes, broadcast_from, show_as_built
 from hf_zero.errors import StateError
@@ -107,6 +108,7 @@ class GatheredParameters:
                 elif was_whole and not unit.gathers and self._modifier_rank is None and unit.collectives.data.world > 1:
                     self._sums[unit] = {index: _checksum(param.data) for index in indices if (param := unit.params[index]) is not None}
             unit.gathers += 1
+            unit.unsaved.difference_update(indices)
             training: Any = unit.belongs_to() if unit.belongs_to is not None else None
             if training is not None:
                 training.mark_read(unit)
@@ -125,6 +127,8 @@ class GatheredParameters:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for unit in self._wanted:
             unit.gathers -= 1
+            if unit.whole.assigned():
+                separate(unit)
         refusal = self._settle(failed=kind is not None) if self._modifier_rank is None else None
         while self._alone:
             unit = self._alone.pop()

@@ -132,7 +132,7 @@ class Runtime:
         on_zero_grad: Called with parameters whose gradients a script clears; returns the ids of those whose ``grad`` stays.
         on_clip: Called with parameters without ``grad`` whose gradients a script clips, the largest norm and its order; returns the norm
             before, or None if no gradients wait.
-        updated: Returns the ids of the tensors that the engine's optimizer holds in place of parameters.
+        updated: Returns the param groups, by id, of the tensors that the engine's optimizer holds in place of parameters.
         on_forward: Called when a forward of the module begins outside of a backward.
 
     Args:
@@ -161,7 +161,7 @@ class Runtime:
         self.backward = BackwardPhase(root, blocks, schedule, reducer, self.forward.stack)
         self.on_zero_grad: WeakMethod[Callable[[Sequence[nn.Parameter]], frozenset[int]]] | None = None
         self.on_clip: Callable[[Sequence[torch.Tensor], float, float], torch.Tensor | None] | None = None
-        self.updated: WeakMethod[Callable[[], set[int]]] | None = None
+        self.updated: WeakMethod[Callable[[], dict[int, int]]] | None = None
         self.on_forward: Callable[[], None] | None = None
         self._outside_reads = OutsideReads(module, root, blocks, self.forward, self.backward)
         self._hooks: list[ForwardHooks] = []
@@ -393,7 +393,9 @@ def _clip(params: list[torch.Tensor], max_norm: float, norm_type: float, total_n
     hidden = {key for key, grad in own_grads.items() if grad is None}
     for runtime in list(_attached) if hidden else ():
         updated = runtime.updated() if runtime.updated is not None else None
-        own = {id(param) for param in runtime.module.parameters() if param.requires_grad} | (updated() if updated is not None else set())
+        own = {id(param) for param in runtime.module.parameters() if param.requires_grad} | (
+            updated().keys() if updated is not None else set()
+        )
         if runtime.on_clip is None or own.isdisjoint(hidden):
             continue
         norm = runtime.on_clip(params, max_norm, norm_type)

@@ -55,14 +55,14 @@ def _clip(stepper: Stepper, given: set[int], max_norm: float) -> torch.Tensor:
     """Scale the gradients of the tensors with the ids ``given``; return their norm before. Collective."""
     stepper.reducer.shown.reads.forget_read()
     total, shards, units = stepper.measure(), stepper.reduced(), trained_of(stepper.optimizer.units)
-    segments, norm, pieces = stepper.optimizer.updated_tensors(), total, list(shards)
+    segments, norm, pieces = stepper.optimizer.group_of_tensors().keys(), total, list(shards)
     if given.isdisjoint(segments):
         chosen = [_positions(unit, given) for unit in units]
         if any(len(found) < sum(bool(slot.numel) for slot in unit.layout.slots) for unit, found in zip(units, chosen, strict=True)):
             parts = zip(units, shards, chosen, strict=True)
             pieces = [unit.shard_part(index, shard) for unit, shard, found in parts for index in found]
             norm = stepper.norm_of_pieces(pieces) / stepper.scaler.scale
-    elif not segments <= given or type(stepper.optimizer).updated_tensors is not ShardedOptimizer.updated_tensors:
+    elif not segments <= given or type(stepper.optimizer).group_of_tensors is not ShardedOptimizer.group_of_tensors:
         raise UnsupportedError(
             "torch.nn.utils.clip_grad_norm_ was given some of the tensors in optimizer.param_groups, which are flat parts of this rank's "
             "shards: pass parameters of the model, or the tensors of all groups"

@@ -21,9 +21,9 @@ from hf_zero.core.step.grad_norm import clip_factor, first_non_finite, global_no
 from hf_zero.core.step.precision import LossScaler
 from hf_zero.core.step.spikes import StepWatch
 from hf_zero.core.step.trained_set import TrainedUnits
-from hf_zero.core.step.written import WrittenValues, have_written, note_added, refuse_added, take_written
+from hf_zero.core.step.written import WrittenValues, have_written, note_added, refuse_added, saved_empty, take_written
 from hf_zero.core.units.unit import Unit, trained_of
-from hf_zero.core.units.values import adopt_writes, agree_on_scales, all_gather_updated
+from hf_zero.core.units.values import adopt_writes, agree_on_scales, all_gather_updated, publish
 from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.memory.copies import Arriving
 from hf_zero.observe import log_rank0, span
@@ -230,7 +230,8 @@ class Stepper:
         """
         parts = self.optimizer.own.parts
         parts.take(forward=False)
-        look = WrittenValues(self.runtime.units(), self.collectives.data, self.runtime.idle, parts.refusal())
+        units = self.runtime.units()
+        look = WrittenValues(units, self.collectives.data, self.runtime.idle, parts.refusal() or saved_empty(units))
         alike = [_STEPS, same_pace(self.runtime.micro_steps)]
         if self.everyone is self.collectives.data:  # stages of a pipeline have units of their own
             alike.append(look.alike())
@@ -442,6 +443,7 @@ class Stepper:
                     self.optimizer.update(shards, factor, updated.append)
                 if not finite.read():  # the device is busy with the update while the host waits
                     return factor, False
+                publish(updated)
                 spreads += [all_gather_updated(unit) for unit in updated]
         self._spread(spreads)
         return factor, True

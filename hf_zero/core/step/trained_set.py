@@ -42,6 +42,9 @@ class _Registrations:
         cls.count += 1
 
 
+_REMOVED = "fewer tensors in param groups"
+
+
 @dataclass(frozen=True)
 class Joining:
     """A parameter that is trained from this step on: its dotted name, the parameter, and the index of its param group."""
@@ -56,11 +59,11 @@ class TrainedSet:
 
     [Note: what is trained] As in plain PyTorch, a parameter is trained when it requires a gradient and is in a param group; both may change
     at any time. Units are laid out for the parameters that were trained at ``initialize``. The look before each update compares
-    ``requires_grad`` of all parameters, the number of registrations in the process and the lengths of the param groups with those of the
+    ``requires_grad`` of all parameters, the number of registrations in the process and the tensors in the param groups with those of the
     last look, and computes a digest of the set, which the ranks compare in the vote that each step takes anyway. If the set has changed:
 
-    - A parameter of a unit that was frozen *rests*: its elements become segments of their own, which no update touches. Its optimizer state
-      is kept, and its step count does not change until it has a gradient again.
+    - A parameter of a unit that was frozen, or is no longer in the model, *rests*: its elements become segments of their own, which no
+      update touches. Its optimizer state is kept, and its step count does not change until it has a gradient again.
     - A parameter that has a gradient for the first time *joins*: it gets a new unit. Its gradient of this step is in ``param.grad``,
       unsharded and of this rank only, and is reduced like the gradients of any unit.
 
@@ -86,7 +89,8 @@ class TrainedSet:
         self._foreign: list[str] = []  # tensors in param groups that are not parameters of the model
         self._names: list[str] = []
         self._params: list[nn.Parameter] = []
-        self._lengths: list[int] = []
+        self._present: set[int] = set()  # ids of ``_params``
+        self._listed: list[list[int]] = []  # ids of the tensors in the param groups
         self._registrations = -1
         self._outside: list[Joining] | None = None  # see `outside`; None until it is first requested
         self._read()
@@ -97,7 +101,7 @@ class TrainedSet:
 
     def look(self) -> int:
         """Compare the present set with that of the last look, and return its digest; local."""
-        anew = self._registrations != _Registrations.count or self._lengths != self._group_lengths()
+        anew = self._registrations != _Registrations.count or self._listed != self._lists()
         if anew:
             self._read()
         flags = self._requiring()
@@ -133,6 +137,12 @@ class TrainedSet:
         Raises:
             StateError: There are such tensors.
         """
+        if _REMOVED in self._foreign:
+            raise StateError(
+                "a script has removed tensors from lists in optimizer.param_groups, or moved them to others. They are this rank's parts "
+                "of masters, not the model's parameters: to train a parameter no longer, call param.requires_grad_(False) on all ranks; to "
+                "train some with other options, make param groups of them before initialize()"
+            )
         if self._foreign:
             raise StateError(
                 f"the optimizer was given {', '.join(self._foreign[:3])} after initialize(), which is not a parameter of the model: "
@@ -178,28 +188,34 @@ class TrainedSet:
         return found
 
     def idle(self, unit: Unit, resting: Collection[int]) -> list[int]:
-        """Return the positions in ``unit`` of the parameters that rest, or required no gradient at this look or the last one; local."""
+        """Return the positions in ``unit`` of the parameters that rest, or required no gradient or were not in the model at this look or
+        the last one; local.
+        """
         slots = zip(unit.params, unit.layout.slots, strict=True)
         return [
             index
             for index, (param, slot) in enumerate(slots)
-            if slot.numel and (index in resting or (param is not None and (not param.requires_grad or id(param) in self._frozen)))
+            if slot.numel and (index in resting or (param is not None and (not self._trains(param) or id(param) in self._frozen)))
         ]
+
+    def _trains(self, param: nn.Parameter) -> bool:
+        """Return whether ``param`` requires a gradient and was in the model when its parameters were last listed; local."""
+        return param.requires_grad and id(param) in self._present
 
     def laid_out(self, resting: Mapping[int, Collection[int]], units: Sequence[Unit]) -> None:
         """Record the parameters for which units and segments are laid out now.
 
-        If a parameter is trained but requires no gradient any more, or rests but requires one again, the next step looks again: the former
-        rests from then on, the latter rests until its first gradient.
+        If a parameter is trained but requires no gradient any more (or has left the model), or rests but requires one again, the next step
+        looks again: the former rests from then on, the latter rests until its first gradient.
 
         Args:
             resting: Positions of the parameters that rest, by id of their unit.
             units: All trained units.
         """
         self._outside = None
-        self._frozen = {id(param) for unit in units for param in unit.params if param is not None and not param.requires_grad}
+        self._frozen = {id(param) for unit in units for param in unit.params if param is not None and not self._trains(param)}
         self.changed = any(
-            param is not None and slot.numel and param.requires_grad is (index in resting.get(id(unit), ()))
+            param is not None and slot.numel and self._trains(param) is (index in resting.get(id(unit), ()))
             for unit in units
             for index, (param, slot) in enumerate(zip(unit.params, unit.layout.slots, strict=True))
         )
@@ -209,8 +225,8 @@ class TrainedSet:
     def _requiring(self) -> list[bool]:
         return requires_gradient(self._params)
 
-    def _group_lengths(self) -> list[int]:
-        return [len(group["params"]) for group in self._optimizer.param_groups]
+    def _lists(self) -> list[list[int]]:
+        return [list(map(id, group["params"])) for group in self._optimizer.param_groups]
 
     def _read(self) -> None:
         """List the model's parameters, and remove parameters of the model that a script has added to the inner optimizer's groups from
@@ -219,7 +235,9 @@ class TrainedSet:
         self._registrations = _Registrations.count
         named = dict(self._module.named_parameters())
         self._names, self._params = list(named), list(named.values())
-        known, own = {id(param) for param in self._params}, self._optimizer.updated_tensors()
+        self._present = known = {id(param) for param in self._params}
+        own = self._optimizer.group_of_tensors()
+        self._look_for_removed(own)
         for index, group in enumerate(self._optimizer.param_groups):
             for position, tensor in enumerate(group["params"]):
                 if id(tensor) in own:
@@ -229,7 +247,18 @@ class TrainedSet:
                 else:
                     self._foreign.append(f"tensor {position} of param group {index}, of shape {tuple(tensor.shape)}")
             group["params"] = [tensor for tensor in group["params"] if id(tensor) in own]
-        self._lengths = self._group_lengths()
+        self._listed = self._lists()
+
+    def _look_for_removed(self, own: Mapping[int, int]) -> None:
+        """Note whether the script has removed tensors of ``own`` (id -> group) from their param groups; local.
+
+        Lists of new parameters alone are no removal: the script has replaced all parameters of the model.
+        """
+        listed = [(tensor, index) for index, group in enumerate(self._optimizer.param_groups) for tensor in group["params"]]
+        removed = own.items() - {(id(tensor), index) for tensor, index in listed}
+        replaced = listed and all(id(tensor) in self._present and not _is_in_trained_unit(tensor) for tensor, _ in listed)
+        if removed and not replaced:
+            self._foreign.append(_REMOVED)
 
     def _grouped(self) -> Iterator[tuple[str, nn.Parameter, int]]:
         """Yield name, parameter and param group of each parameter that is in a group."""

@@ -15,7 +15,7 @@ from hf_zero.core.schedule.read_gradients import ShownGradients
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.step.agreement import Alike, agree
 from hf_zero.core.units.registration import take_written_loose
-from hf_zero.core.units.sharded_parameter import gradients_of, set_gradient
+from hf_zero.core.units.sharded_parameter import gradients_of, refusal, set_gradient
 from hf_zero.core.units.unit import Unit
 from hf_zero.core.units.values import adopt_writes
 from hf_zero.errors import StateError
@@ -174,6 +174,15 @@ def _require_same(by_rank: Sequence[Sequence[str]]) -> None:
             "gradients over all ranks: write the gradients of the same parameters on every rank, with zeros on ranks that "
             "have nothing to add"
         )
+
+
+def saved_empty(units: Sequence[Unit]) -> str:
+    """Return the error for parameters that the script has saved without values and not gathered since, and forget them; "" for none."""
+    names = [unit.layout.slots[index].name for unit in units for index in sorted(unit.unsaved)]
+    for unit in units:
+        unit.unsaved.clear()
+    more = f" and {len(names) - 1} more" if names[1:] else ""
+    return str(refusal(names[0] + more, "a state dict without values was saved, and that file cannot be loaded")) if names else ""
 
 
 class WrittenValues:

@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_map_only
 from hf_zero.core.units.marks import is_elsewhere, is_expert, is_packed, whole_shape
 from hf_zero.core.units.sharded_parameter import StandIn, refusal
 from hf_zero.core.units.unit import find_unit, full_shape, is_sharded
-from hf_zero.errors import StateError
+from hf_zero.errors import StateError, saved_without_values
+from hf_zero.observe import logger
 
 # Attribute of an engine's forward hook: the module that the hook was made for. A deep copy of the module has the same hooks.
 HOOKED_MODULE = "_hf_zero_module"
@@ -99,10 +100,14 @@ class UnsavedTensor(StandIn):
 
     [Note: no empty file] Scripts read names, shapes and dtypes from a sharded model's state dict, and load it back; libraries search it for
     shared storages and undo weight conversions. All of this needs no values and works; moving or copying a placeholder gives another
-    placeholder. Operations that need values raise: arithmetic, and writing to a file, which reads the tensor's address, its bytes or its
-    pickle. ``load_state_dict`` accepts only the placeholder of the same parameter, and leaves the parameter unchanged. It refuses a copy of
-    the placeholder, because a real copy would contain the values at the time of copying.
+    placeholder. Operations that need values raise: arithmetic, and writing to a file, which reads the tensor's address or its bytes. Only a
+    pickle (``torch.save``) succeeds, with a warning: some scripts write it on rank 0, and then the gathered weights over it.
+    Loading such a file raises, and so does the next step on all ranks unless the parameters were gathered in between. ``load_state_dict``
+    accepts only the placeholder of the same parameter, and leaves the parameter unchanged. It refuses a copy of the placeholder, because a
+    real copy would contain the values at the time of copying.
     """
+
+    copied: UnsavedTensor | None = None  # the placeholder that this one is a copy of
 
     @staticmethod
     def of(name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device, param: nn.Parameter | None = None) -> UnsavedTensor:
@@ -110,6 +115,12 @@ class UnsavedTensor(StandIn):
         tensor: UnsavedTensor = UnsavedTensor.make(name, shape, dtype, device)
         tensor.source = param
         return tensor
+
+    def _copy(self, tensor: torch.Tensor, device: torch.device) -> UnsavedTensor:
+        """Return a placeholder like ``tensor`` of the same parameter."""
+        copy = UnsavedTensor.of(self.parameter, tensor.shape, tensor.dtype, device)
+        copy.copied = self if self.copied is None else self.copied
+        return copy
 
     def refused(self, attempt: str) -> StateError:
         """Return the error for ``attempt``; the message also says that the tensor comes from a state dict."""
@@ -120,15 +131,26 @@ class UnsavedTensor(StandIn):
         """Return placeholders of the same parameter for an operation that only moves elements; raise for an operation that needs values."""
         if not (func.is_view or func._schema.name in _MOVES) or func in _SAME:
             return super().__torch_dispatch__(func, types, args, kwargs)
-        first = next(arg for arg in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(arg, StandIn))
+        first = next(arg for arg in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(arg, UnsavedTensor))
         options = dict(kwargs or {})
         device = torch.device(options.pop("device", None) or first.device)
         args, options = tree_map_only(torch.Tensor, _without_values, (args, options))
         result = func(*args, **options)
-        return tree_map_only(torch.Tensor, lambda tensor: UnsavedTensor.of(first.parameter, tensor.shape, tensor.dtype, device), result)
+        return tree_map_only(torch.Tensor, lambda tensor: first._copy(tensor, device), result)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        source = (self if self.copied is None else self.copied).source
+        owner = find_unit(source) if source is not None else None
+        training = owner[0].belongs_to() if owner is not None and owner[0].belongs_to is not None else None
+        if owner is None or training is None or not training.trains or is_expert(source) or is_elsewhere(source):
+            raise self.refused("its bytes were requested")
+        if not any(unit.unsaved for unit in training.units()):
+            logger.warning("%s", self.refused("the script has saved it nevertheless: loading that file will raise an error"))
+        owner[0].unsaved.add(owner[1])
+        return saved_without_values, (self.parameter, tuple(self.shape), str(self.dtype))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnsavedTensor:
-        return UnsavedTensor.of(self.parameter, self.shape, self.dtype, self.device)
+        return self._copy(self, self.device)
 
 
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)

@@ -138,7 +138,7 @@ class Unit:
         name: Name of the unit, as in labels and messages.
         params: The parameters, in the order of ``layout.slots``; None where one has moved to another unit.
         whole: The whole buffer and the parameters' views of it; without memory while SHARDED.
-        own: This rank's shard and master. The shard is a view of the buffer unless ``reshards``.
+        own: This rank's shard and master; the shard is a view of the buffer unless ``reshards``.
         pins: Holders that keep the unit unsharded.
         alone: Parameters that a holder keeps unsharded while the rest is sharded.
         rank: This rank's position among the owners (0 at stage 0).
@@ -155,8 +155,9 @@ class Unit:
         codes: The codes.
         exact: Whether the whole buffer holds, or is about to hold, the values of the shards; otherwise the values of their codes.
         gathers: Number of open ``GatheredParameters`` contexts that contain the unit.
+        unsaved: Positions of parameters that the script has saved without values and not gathered since.
         written: Parameters that this rank has seen written since the last step, by position; the ranks compare them.
-        rests: Whether all of its parameters are frozen at present, so that no step reduces or updates it, see [Note: what is trained].
+        rests: Whether all of its parameters are frozen at present: no step reduces or updates it, see [Note: what is trained].
         belongs_to: Weak reference to the ``Training`` of its engine; None if it belongs to none.
         built: Dtype and device of the parameters before ``zero.Init`` sharded them; None for every other unit.
     """
@@ -172,7 +173,7 @@ class Unit:
         self.trainable = any(slot.group != FROZEN for slot in layout.slots)
         self.rests = False
         self.gathers = 0
-        self.written: NotedWrites[int] = NotedWrites()
+        self.unsaved, self.written = set[int](), NotedWrites[int]()
         self.state = UnitState.UNSHARDED
         self.pins = Pins()
         self.lent = False

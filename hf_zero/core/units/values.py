@@ -12,7 +12,9 @@ from hf_zero.comm.quantized import Float8Codes, compare_scales
 from hf_zero.core.units.layout import UnitState
 from hf_zero.core.units.shard import ON_DEVICE
 from hf_zero.core.units.sharded_parameter import point
+from hf_zero.core.units.shared_memory import separate
 from hf_zero.core.units.unit import Unit
+from hf_zero.errors import StateError
 from hf_zero.native.masters import same_bits
 from hf_zero.system.planning import has_values
 
@@ -73,7 +75,7 @@ def agree_on_scales(units: Iterable[Unit]) -> None:
 
 def write_back(unit: Unit) -> None:
     """Copy this rank's part of the whole buffer into shard and master, after the parameters were written to; local."""
-    unit.whole.adopt()
+    unit.whole.adopt(separate=partial(separate, unit))
     if unit.reshards:
         values = unit.full[unit.owned.start : unit.owned.stop]
         if not unit.exact:  # elements that still equal their code's value were not written to
@@ -97,23 +99,32 @@ def adopt_writes(unit: Unit, idle: bool = True) -> None:
 
     Raises:
         StateError: A script assigned ``data`` to a sharded parameter, or ``data`` of another shape to an unsharded one, or ``data`` between
-            a forward and its backward.
+            a forward and its backward, or the ``data`` of another parameter.
     """
     if unit.own.offloaded:
         return  # ``offload_states`` has adopted the writes before it moved the state
     unit.refuse_assigned()
+    _refuse_shared(unit)
     if unit.state is not UnitState.UNSHARDED:
         unit.alone.adopt()
         if unit.reshards and unit.own.resting()[0].device.type != "cpu" and _is_beside(unit):  # [Note: writes that torch does not count]
             unit.own.refresh_master()
         return
-    assigned, written = unit.whole.adopt(idle)
+    assigned, written = unit.whole.adopt(idle, partial(separate, unit))
+    _refuse_shared(unit)
     if unit.reshards and unit.exact:
         _adopt_own(unit)
     if assigned or written or (unit.trainable and _is_beside(unit)):
         unit.own.refresh_master()
     if written:
         unit.whole.note_versions()
+
+
+def _refuse_shared(unit: Unit) -> None:
+    """Raise the error of a parameter that shares the memory of another one, once; local."""
+    shared, unit.whole.shared = unit.whole.shared, ""
+    if shared:
+        raise StateError(shared)
 
 
 def adopt_present_writes(unit: Unit) -> None:
@@ -147,7 +158,7 @@ def broadcast_from(unit: Unit, source: int) -> None:
 
     Each rank receives its own experts from the expert group of ``source``.
     """
-    unit.whole.adopt()
+    unit.whole.adopt(separate=partial(separate, unit))
     topology = unit.collectives.topology
     unit.collectives.data.broadcast(unit.full, source // topology.expert_places if topology.of_experts else source, unit.name)
     write_back(unit)

@@ -84,6 +84,7 @@ class WholeBuffer:
     Attributes:
         flat: The buffer.
         nbytes: Bytes that it takes while allocated.
+        shared: Error of a parameter that was pointed at the memory of another one; "" if there is none.
 
     Args:
         layout: Offsets of the parameters.
@@ -101,6 +102,7 @@ class WholeBuffer:
         self, layout: UnitLayout, flat: torch.Tensor, params: Sequence[nn.Parameter | None], alone: Container[int] = frozenset()
     ) -> None:
         self.flat = flat
+        self.shared = ""
         mark_resident(flat)
         self.nbytes = flat.untyped_storage().nbytes()
         self._layout = layout
@@ -227,11 +229,17 @@ class WholeBuffer:
                     raise _other_shape(self._layout.slots[index].name, view, param)
                 yield index, param.data
 
-    def adopt(self, idle: bool = True) -> tuple[bool, bool]:
+    def assigned(self) -> bool:
+        """Return whether a parameter whose values are shown was pointed at other memory; local."""
+        pairs = zip(self._params, self._views, strict=True) if self._shown is Shown.VALUES else ()
+        return any(param is not None and view.numel() and param.data_ptr() != view.data_ptr() for param, view in pairs)
+
+    def adopt(self, idle: bool = True, separate: Callable[[], None] | None = None) -> tuple[bool, bool]:
         """Copy the values of parameters that were pointed at other memory (``param.data = value``), and point them at their views again.
 
         Args:
             idle: No backward may follow that reads the previous values: autograd has saved views of the buffer.
+            separate: Called before the first copy, to copy values out of memory that this method overwrites.
 
         Returns:
             Whether any parameter had other memory; whether one was written in place since its values were shown (writes to ``.data`` are
@@ -249,6 +257,8 @@ class WholeBuffer:
             if param.data_ptr() != address or param.shape != slot.shape:
                 if param.shape != view.shape:
                     raise _other_shape(slot.name, view, param)
+                if separate is not None and not assigned:
+                    separate()
                 if not idle and not torch.equal(view, param.data):
                     raise _needed(slot.name)
                 view.copy_(param.data)
