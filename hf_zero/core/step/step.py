@@ -154,8 +154,7 @@ class Stepper:
         units, (model, experts) = trained_of(self.optimizer.units), self._networks
         self._model = model_axis(units, model) if model is not None else None
         apart = experts or model  # network of the ranks with parts of the model that this rank does not have
-        tensor = model.world if model is not None else 1
-        self._parts = model_axis(units, apart, tensor) if apart is not None else None
+        self._parts = model_axis(units, apart, model.world if model is not None else 1) if apart is not None else None
         # Both lists are in the model's order; the reducer's own order is the model's too.
         self._gradients = {id(entry.unit): entry for entry in self.reducer.gradients}
         schedule = self.runtime.schedule
