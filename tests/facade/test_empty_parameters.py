@@ -119,7 +119,7 @@ def _refused() -> None:
 
 def _looked_at(engine: Any, param: Any) -> None:
     """What needs no values is as ever; nothing is sent (the job's order of collectives is checked)."""
-    assert param.shape == param.data.shape == param.detach().shape == (0,) and param.size() == (0,) and param.dim() == 1 and len(param) == 0
+    assert param.shape == param.data.shape == param.detach().shape == (0,) and param.size() == (0,) and len(param) == 0
     assert param.dtype == param.data.dtype == torch.float32 and param.device == param.data.device == ranks.device()
     assert not param.is_meta and not param.data.is_meta and param.is_leaf and param.requires_grad and param.grad is None
     assert param.numel() == 0 and param.element_size() == 4 and param.is_floating_point() and torch.is_floating_point(param)
@@ -129,7 +129,19 @@ def _looked_at(engine: Any, param: Any) -> None:
     assert copy.deepcopy(param).ds_shape == param.ds_shape
     param.data = param.data  # its own
     param.register_hook(lambda grad: grad).remove()
+    _selected_by_dimensions(engine)
     assert sum(p.numel() for p in engine.module.parameters()) == 0
+
+
+def _selected_by_dimensions(engine: Any) -> None:
+    """A script that selects matrices, for a penalty or a param group without weight decay, leaves none out without a word."""
+    shapes = {name: param.ds_shape for name, param in engine.module.named_parameters()}
+    assert {len(shape) for shape in shapes.values()} == {1, 2}
+    for param, shape in zip(engine.module.parameters(), shapes.values(), strict=True):
+        told = param.dim(), param.ndim, param.ndimension(), param.data.dim(), param.detach().ndim, torch.Tensor.dim(param)
+        assert told == (len(shape),) * 6, (told, shape)
+    with pytest.raises(StateError, match="is divided"):
+        sum(param.pow(2).sum() for param in engine.module.parameters() if param.dim() > 1)
 
 
 def _is_itself_in_modules(engine: Any, param: Any) -> None:

@@ -27,9 +27,10 @@ OWNER = "_hf_zero_owner"
 _GRAD: Any = torch.Tensor.grad  # torch's own property
 _WITHOUT_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 
-_VALUES = ("data", "T", "mT", "H", "mH", "real", "imag", "__cuda_array_interface__")
+_VALUES = ("data", "T", "mT", "H", "mH", "real", "imag", "ndim", "__cuda_array_interface__")
+_DIMENSIONS = frozenset((torch.Tensor.dim, torch.Tensor.ndimension, torch.Tensor.ndim.__get__))
 _QUESTIONS = (
-    "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "dim_order", "get_device",
+    "size", "numel", "nelement", "stride", "storage_offset", "element_size", "dim_order", "get_device",
     "is_complex", "is_conj", "is_contiguous", "is_distributed", "is_floating_point", "is_inference", "is_neg", "is_pinned",
     "is_same_size", "is_shared", "is_signed", "is_coalesced", "is_set_to", "has_names", "_is_view", "_is_zerotensor", "_use_count",
     "data_ptr", "untyped_storage", "storage", "_typed_storage",
@@ -165,6 +166,15 @@ class StandIn(torch.Tensor):
 class EmptyValues(StandIn):
     """The result of ``param.data`` and ``param.detach()`` of an empty parameter."""
 
+    def dim(self) -> int:
+        """Return the number of dimensions of the whole parameter, as the parameter does."""
+        return super().dim() if self.source is None else int(self.source.dim())
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        """Return ``dim()``."""
+        return self.dim()
+
 
 def _attempt(func: Any) -> str:
     return f"{getattr(func, '__name__', str(func)).split('.')[0]} was called with its values"
@@ -258,7 +268,9 @@ class _Empty(_Waiting):
 
     [Note: the class of an empty parameter] A parameter is an empty tensor between its uses at stage 3, and torch computes with empty
     tensors: a sum is 0, a copy is empty, a comparison is true. So a parameter has another class while it is empty, whose
-    ``__torch_function__`` allows questions about shape, type, device and gradient, and otherwise raises with the parameter's name. ``data``
+    ``__torch_function__`` allows questions about shape, type, device and gradient, and otherwise raises with the parameter's name. Size and
+    number of elements are those of the empty tensor, by which libraries recognise it. ``dim()`` is that of the whole parameter: otherwise a
+    script that selects matrices by it (``if p.dim() > 1``, for weight decay or a penalty) would leave out all that are sharded. ``data``
     and ``detach()`` return tensors that also raise (``EmptyValues``), and so do conversions while gradients are off: ``nn.Module.cpu()``
     and similar methods convert each parameter under ``no_grad`` and assign the result to ``data``, which changes nothing. torch compares an
     assigned gradient with the parameter, and its error message names neither; so ``grad`` is a property here. While the model runs, is
@@ -374,6 +386,8 @@ def _without_values(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         StateError: The operation needs values; the message names the parameter.
     """
     param = args[0] if args and isinstance(args[0], _Empty) else next(_empty_ones(args, kwargs))
+    if func in _DIMENSIONS:
+        return _dimensions(param)
     if func == _DATA.__get__ or func in _named(("detach", "full_like")):  # torch's Adagrad makes states of this shape when it is built
         return _stand_in(param)
     if func == _DATA.__set__ and param is args[0]:
@@ -408,6 +422,11 @@ def _stand_in(param: Any) -> EmptyValues:
         found: EmptyValues = EmptyValues.make(_name(param), param.shape, param.dtype, param.device)
     found.source = param
     return found
+
+
+def _dimensions(param: Any) -> int:
+    owner = vars(param).get(OWNER)
+    return len(owner[0].layout.slots[owner[1]].shape if owner is not None else param.shape)
 
 
 def _converted(param: Any, func: Callable[..., Any], args: Any, kwargs: Any) -> EmptyValues:
