@@ -93,6 +93,10 @@ def _inf_is_never(value: Any) -> Any:
     return None if isinstance(value, float) and math.isinf(value) else value
 
 
+def _one_is_a_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
 ANY_CASE = BeforeValidator(_lower_text)
 """For `Annotated[Literal[...], ANY_CASE]`: letter case does not matter."""
 Int = Annotated[int, BeforeValidator(_lenient_int)]
@@ -106,6 +110,8 @@ Positive = Annotated[float, BeforeValidator(_lenient_float), Field(gt=0, allow_i
 Bound = Annotated[float, BeforeValidator(_lenient_float), Field(ge=0)]
 """An upper bound; infinity means no bound."""
 Share = Annotated[float, BeforeValidator(_lenient_float), Field(ge=0, le=1)]
+Texts = Annotated[list[str], BeforeValidator(_one_is_a_list)]
+"""A list of texts; one text is a list of one."""
 Steps = Annotated[Size | None, BeforeValidator(_inf_is_never)]
 Dtype = Annotated[Literal["fp16", "bf16", "fp32"], BeforeValidator(_dtype_name)]
 Device = Annotated[Literal["none", "cpu", "nvme"], ANY_CASE]

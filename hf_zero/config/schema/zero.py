@@ -15,6 +15,7 @@ from hf_zero.config.schema.fields import (
     Section,
     Share,
     Size,
+    Texts,
     accepted,
     mapped,
     part,
@@ -38,9 +39,9 @@ DEFAULT_LEAF_CLASSES: tuple[str, ...] = (
 class LeafModule(Section):
     """`zero_optimization.leaf_module`. Modules fetched as one unit."""
 
-    classes: list[str] = used(lambda: list(DEFAULT_LEAF_CLASSES), "Class paths treated as leaves")
-    names: list[str] = used(list, "Module names treated as leaves")
-    name_suffixes: list[str] = used(list, "Module name endings treated as leaves")
+    classes: Texts = used(lambda: list(DEFAULT_LEAF_CLASSES), "Class paths treated as leaves")
+    names: Texts = used(list, "Module names treated as leaves")
+    name_suffixes: Texts = used(list, "Module name endings treated as leaves")
 
 
 class OffloadParam(Section, switch="device"):

@@ -25,10 +25,11 @@ _META = torch.device("meta")
 _NO_VALUES = "this rank's state dict has no values of it, and a file would be empty"
 OWNER = "_hf_zero_owner"
 _GRAD: Any = torch.Tensor.grad  # torch's own property
+_NDIM: Any = torch.Tensor.ndim
 _WITHOUT_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 
 _VALUES = ("data", "T", "mT", "H", "mH", "real", "imag", "ndim", "__cuda_array_interface__")
-_DIMENSIONS = frozenset((torch.Tensor.dim, torch.Tensor.ndimension, torch.Tensor.ndim.__get__))
+_DIMENSIONS = frozenset((torch.Tensor.dim, torch.Tensor.ndimension, _NDIM.__get__))
 _QUESTIONS = (
     "size", "numel", "nelement", "stride", "storage_offset", "element_size", "dim_order", "get_device",
     "is_complex", "is_conj", "is_contiguous", "is_distributed", "is_floating_point", "is_inference", "is_neg", "is_pinned",
