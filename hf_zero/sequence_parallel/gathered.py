@@ -6,7 +6,7 @@ sinks, soft caps, dropout and head sizes are its own affair, and nothing has to 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from hf_zero.sequence_parallel.blocks import Scores, attend, gradients, is_fused
 from hf_zero.sequence_parallel.joining import Layout
 
 SDPA = "transformers.integrations.sdpa_attention"  # where the function is whose numbers blocks have
+_AT_ONCE_BYTES = 1 << 28  # of fp32 gradients of keys, one for each query head
 causal_rows = WeakTensorKeyDictionary()  # masks of this rank's rows in which no token sees a later one
 
 
@@ -56,48 +57,95 @@ class _GatherKeys(torch.autograd.Function):
 class _Causal(torch.autograd.Function):
     """Causal attention of the two runs of a place to whole keys and values without a mask: each run sees the keys before it and, up to
     the query, its own ([Note: partial attention]).
+
+    [Note: heads in turn] A kernel gets a key head for each query head, and gradients of keys are added up in fp32: for whole sequences that
+    would be several times what all else takes. So heads are computed in turn, as many at a time as ``_AT_ONCE_BYTES`` hold.
     """
 
     @staticmethod
     def forward(
         ctx: Any, runs: list[tuple[int, int]], scale: float, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        groups, found = query.shape[1] // key.shape[1], []
-        keys, values = _per_query_head(key, groups), _per_query_head(value, groups)
-        for part, (first, end) in zip(query.chunk(2, dim=2), runs, strict=True):
-            own = slice(first, end)
-            out, lse = attend(part, keys[:, :, own], values[:, :, own], Scores(scale, causal=True))
-            if first:
-                merge(out, lse, *attend(part, keys[:, :, :first], values[:, :, :first], Scores(scale)))
-            found.append((out.to(query.dtype), lse))
-        out, lse = (torch.cat(parts, dim=2) for parts in zip(*found, strict=True))
-        ctx.runs, ctx.scale, ctx.groups = runs, scale, groups
-        ctx.save_for_backward(query, key, value, out, lse)
-        return out
+        ctx.runs, ctx.scale, ctx.groups = runs, scale, query.shape[1] // key.shape[1]
+        queries = query.unflatten(1, (-1, ctx.groups))
+        out = torch.empty(*queries.shape[:-1], value.shape[-1], dtype=query.dtype, device=query.device)
+        lse: torch.Tensor | None = None
+        for heads, turns in _heads_in_turn(key, value, ctx.groups):
+            for turn in turns:
+                keys, values = (_for_queries(part[:, heads], turn) for part in (key, value))
+                found = []
+                for part, (first, end) in zip(queries[:, heads, turn].flatten(1, 2).chunk(2, dim=2), runs, strict=True):
+                    own = slice(first, end)
+                    sums, logs = attend(part, keys[:, :, own], values[:, :, own], Scores(scale, causal=True))
+                    if first:
+                        merge(sums, logs, *attend(part, keys[:, :, :first], values[:, :, :first], Scores(scale)))
+                    found.append((sums.to(query.dtype), logs))
+                sums, logs = (torch.cat(parts, dim=2) for parts in zip(*found, strict=True))
+                if lse is None:
+                    lse = torch.empty(*queries.shape[:3], *logs.shape[2:], dtype=logs.dtype, device=logs.device)
+                out[:, heads, turn] = sums.unflatten(1, (-1, turn.stop - turn.start))
+                lse[:, heads, turn] = logs.unflatten(1, (-1, turn.stop - turn.start))
+        attended = out.flatten(1, 2)
+        ctx.save_for_backward(query, key, value, attended, lse)
+        return attended
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, above: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
-        keys, values = _per_query_head(key, ctx.groups), _per_query_head(value, ctx.groups)
-        of_query = torch.zeros_like(query, dtype=lse.dtype)
-        of_key, of_value = torch.zeros_like(keys, dtype=lse.dtype), torch.zeros_like(values, dtype=lse.dtype)
-        for rows, (first, end) in zip(torch.arange(query.shape[2]).chunk(2), ctx.runs, strict=True):
-            part = slice(int(rows[0]), int(rows[-1]) + 1)
-            for columns, causal in ((slice(first, end), True), (slice(0, first), False)):
-                if columns.stop == columns.start:
-                    continue
-                given = query[:, :, part], keys[:, :, columns], values[:, :, columns], Scores(ctx.scale, causal=causal)
-                found = gradients(*given, out[:, :, part], lse[:, :, part], above[:, :, part])
-                of_query[:, :, part] += found[0]
-                of_key[:, :, columns] += found[1]
-                of_value[:, :, columns] += found[2]
-        of_key, of_value = (part.unflatten(1, (-1, ctx.groups)).sum(2) for part in (of_key, of_value))
-        return None, None, of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)
+        of_query, of_key, of_value = (torch.empty_like(given) for given in (query, key, value))
+        queries, outs, aboves = (given.unflatten(1, (-1, ctx.groups)) for given in (query, out, above))
+        for heads, turns in _heads_in_turn(key, value, ctx.groups):
+            wide_key, wide_value = (torch.zeros_like(given[:, heads], dtype=lse.dtype) for given in (key, value))
+            for turn in turns:
+                keys, values = (_for_queries(given[:, heads], turn) for given in (key, value))
+                own = (given[:, heads, turn].flatten(1, 2) for given in (queries, outs, lse, aboves))
+                found = _gradients_of_runs(ctx.runs, ctx.scale, keys, values, *own)
+                of_query.unflatten(1, (-1, ctx.groups))[:, heads, turn] = found[0].unflatten(1, (-1, turn.stop - turn.start))
+                wide_key += found[1].unflatten(1, (-1, turn.stop - turn.start)).sum(2)
+                wide_value += found[2].unflatten(1, (-1, turn.stop - turn.start)).sum(2)
+            of_key[:, heads], of_value[:, heads] = wide_key, wide_value
+        return None, None, of_query, of_key, of_value
 
 
-def _per_query_head(tensor: torch.Tensor, groups: int) -> torch.Tensor:
-    return tensor if groups == 1 else tensor.repeat_interleave(groups, 1)
+def _gradients_of_runs(
+    runs: list[tuple[int, int]],
+    scale: float,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    query: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    above: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of queries, keys and values, in the dtype of ``lse``; each query head has a key head of its own."""
+    of_query, of_key, of_value = (torch.zeros_like(given, dtype=lse.dtype) for given in (query, keys, values))
+    for rows, (first, end) in zip(torch.arange(query.shape[2]).chunk(2), runs, strict=True):
+        part = slice(int(rows[0]), int(rows[-1]) + 1)
+        for columns, causal in ((slice(first, end), True), (slice(0, first), False)):
+            if columns.stop == columns.start:
+                continue
+            given = query[:, :, part], keys[:, :, columns], values[:, :, columns], Scores(scale, causal=causal)
+            found = gradients(*given, out[:, :, part], lse[:, :, part], above[:, :, part])
+            of_query[:, :, part] += found[0]
+            of_key[:, :, columns] += found[1]
+            of_value[:, :, columns] += found[2]
+    return of_query, of_key, of_value
+
+
+def _heads_in_turn(key: torch.Tensor, value: torch.Tensor, groups: int) -> Iterator[tuple[slice, list[slice]]]:
+    """Yield the key heads to compute together and, in turn, the query heads of each of them; see [Note: heads in turn]."""
+    batch, heads, length, width = key.shape
+    together = max(1, _AT_ONCE_BYTES // (4 * batch * length * max(width, value.shape[-1])))  # query heads
+    step, turn = max(1, together // groups), min(together, groups)
+    turns = [slice(first, min(first + turn, groups)) for first in range(0, groups, turn)]
+    for first in range(0, heads, step):
+        yield slice(first, min(first + step, heads)), turns
+
+
+def _for_queries(tensor: torch.Tensor, turn: slice) -> torch.Tensor:
+    """Return keys or values once for each query head of ``turn``."""
+    return tensor if turn.stop - turn.start == 1 else tensor.repeat_interleave(turn.stop - turn.start, 1)
 
 
 def gather_keys(layout: Layout, across: Collectives, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

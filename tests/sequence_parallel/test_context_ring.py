@@ -16,6 +16,7 @@ from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.topology import axis_over
 from hf_zero.errors import UnsupportedError
 from hf_zero.sequence_parallel import blocks
+from hf_zero.sequence_parallel import gathered as gathered_keys
 from hf_zero.sequence_parallel.blocks import Scores
 from hf_zero.sequence_parallel.gathered import ContextAttention
 from hf_zero.sequence_parallel.joining import Layout
@@ -79,6 +80,31 @@ def test_a_causal_block_is_causal(of_value: int) -> None:
     torch.testing.assert_close(out, expected)
     scores = (query @ key.mT / math.sqrt(8)).masked_fill(torch.ones(9, 9, dtype=torch.bool).triu(1), -torch.inf)
     torch.testing.assert_close(lse, scores.logsumexp(-1))
+
+
+@pytest.mark.parametrize("heads_at_once", [1, 2, 3, 4, 100])
+def test_heads_in_turn_are_all_heads(heads_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs of 3 of 24 tokens, 8 query heads, 2 key heads: torch's attention of these rows, and no more heads for a kernel than fit."""
+    generator, runs, scale = torch.Generator().manual_seed(4), [(3, 6), (18, 21)], 0.3
+    query, key, value = (torch.randn(2, *shape, 8, generator=generator).requires_grad_() for shape in ((8, 6), (2, 24), (2, 24)))
+    above = torch.randn(2, 8, 6, 8, generator=generator)
+    rows = torch.cat([torch.arange(*run) for run in runs])
+    seen = torch.arange(24) <= rows[:, None]
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale, enable_gqa=True)
+    wanted = torch.autograd.grad((expected * above).sum(), (query, key, value))
+    most, attend = [], gathered_keys.attend
+
+    def counted(given: Tensor, *others: Any) -> Any:
+        most.append(given.shape[1])
+        return attend(given, *others)
+
+    monkeypatch.setattr(gathered_keys, "attend", counted)
+    monkeypatch.setattr(gathered_keys, "_AT_ONCE_BYTES", heads_at_once * 4 * 2 * 24 * 8)
+    out = gathered_keys._Causal.apply(runs, scale, query, key, value)
+    found = torch.autograd.grad((out * above).sum(), (query, key, value))
+    assert max(most) == min(heads_at_once, 8), most
+    for mine, theirs in zip((out, *found), (expected, *wanted), strict=True):
+        torch.testing.assert_close(mine, theirs)
 
 
 def test_dropped_weights_are_dropped_in_backward_too() -> None:
