@@ -94,12 +94,12 @@ class _Causal(torch.autograd.Function):
     def backward(ctx: Any, above: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         of_query, of_key, of_value = (torch.empty_like(given) for given in (query, key, value))
-        queries, outs, aboves = (given.unflatten(1, (-1, ctx.groups)) for given in (query, out, above))
+        queries, outs, incoming = (given.unflatten(1, (-1, ctx.groups)) for given in (query, out, above))
         for heads, turns in _heads_in_turn(key, value, ctx.groups):
             wide_key, wide_value = (torch.zeros_like(given[:, heads], dtype=lse.dtype) for given in (key, value))
             for turn in turns:
                 keys, values = (_for_queries(given[:, heads], turn) for given in (key, value))
-                own = (given[:, heads, turn].flatten(1, 2) for given in (queries, outs, lse, aboves))
+                own = (given[:, heads, turn].flatten(1, 2) for given in (queries, outs, lse, incoming))
                 found = _gradients_of_runs(ctx.runs, ctx.scale, keys, values, *own)
                 of_query.unflatten(1, (-1, ctx.groups))[:, heads, turn] = found[0].unflatten(1, (-1, turn.stop - turn.start))
                 wide_key += found[1].unflatten(1, (-1, turn.stop - turn.start)).sum(2)
