@@ -185,8 +185,8 @@ def rows_of(contenders: list[Ranks]) -> list[list[str]]:
         seconds = contender.seconds
         row = [contender.name, f"{contender.nbytes / 2**20:.0f}" if contender.nbytes else ""]
         row += [f"{statistics.median(seconds[kind]):.3f}" if kind in seconds else "" for kind in COLUMNS]
-        row.append(_ratio(seconds["stall"], _around(seconds["copy"])) if "copy" in seconds else "")
-        row += [_ratio(_around(seconds[way]), seconds["save"]) if way in seconds else "" for way in ("disk", "direct")]
+        row.append(ratio_text(seconds["stall"], _around(seconds["copy"])) if "copy" in seconds else "")
+        row += [ratio_text(_around(seconds[way]), seconds["save"]) if way in seconds else "" for way in ("disk", "direct")]
         row.append(f"{contender.seen['grown'] / 2**20:.0f}" if contender.seen else "")
         row.append(f"{contender.seen['read'] * WORLD / contender.nbytes:.2f}" if contender.seen else "")
         rows.append(row)
@@ -198,7 +198,7 @@ def _around(taken: list[float]) -> list[float]:
     return [(before + after) / 2 for before, after in zip(taken[::2], taken[1::2], strict=True)]
 
 
-def _ratio(first: list[float], second: list[float]) -> str:
+def ratio_text(first: list[float], second: list[float]) -> str:
     """Return the median, smallest and largest of the rounds' ratios as text."""
     ratios = [one / other for one, other in zip(first, second, strict=True)]
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"

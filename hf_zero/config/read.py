@@ -103,7 +103,7 @@ def _parse(text: str, name: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         data = _relaxed(text, name, error)
     except ValueError as error:
-        raise ConfigError(f"The config in {name} is not JSON of a config: {error}. Its keys need fewer values, and shorter ones") from error
+        raise ConfigError(f"The config in {name} is not JSON that can be a config: {error}. No config needs that") from error
     if not isinstance(data, dict):
         raise ConfigError(f"A config is one block {{...}}, but {name} holds a {type(data).__name__}")
     return {_text(key): _copied(value, 1) for key, value in data.items()}

@@ -58,8 +58,8 @@ class _Causal(torch.autograd.Function):
     """Causal attention of the two runs of a place to whole keys and values without a mask: each run sees the keys before it and, up to
     the query, its own ([Note: partial attention]).
 
-    [Note: heads in turn] A kernel gets a key head for each query head, and gradients of keys are added up in fp32: for whole sequences that
-    would be several times what all else takes. So heads are computed in turn, as many at a time as ``_AT_ONCE_BYTES`` hold.
+    [Note: heads in turn] A kernel gets a key head for each query head, and gradients of keys are added up in fp32: all heads at once would
+    need one fp32 tensor of whole sequences for each query head. So as many heads are computed at a time as ``_AT_ONCE_BYTES`` hold.
     """
 
     @staticmethod

@@ -393,9 +393,8 @@ def _clip(params: list[torch.Tensor], max_norm: float, norm_type: float, total_n
     hidden = {key for key, grad in own_grads.items() if grad is None}
     for runtime in list(_attached) if hidden else ():
         updated = runtime.updated() if runtime.updated is not None else None
-        own = {id(param) for param in runtime.module.parameters() if param.requires_grad} | (
-            updated().keys() if updated is not None else set()
-        )
+        own = {id(param) for param in runtime.module.parameters() if param.requires_grad}
+        own.update(updated() if updated is not None else ())
         if runtime.on_clip is None or own.isdisjoint(hidden):
             continue
         norm = runtime.on_clip(params, max_norm, norm_type)
