@@ -19,6 +19,7 @@ from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.schedule.torch_internals import recompile_limit
 from hf_zero.core.step.clipping import clip_waiting
 from hf_zero.core.step.precision import cast_floating
+from hf_zero.core.step.step import Stepper
 from hf_zero.core.step.written import drop_gradients
 from hf_zero.core.units.sharded_parameter import set_gradient
 from hf_zero.errors import ConfigError, StateError
@@ -230,20 +231,20 @@ class Engine(nn.Module):
         Raises:
             StateError: The engine has no optimizer, another engine has taken its module, or the last backward broke off.
         """
-        self._require_optimizer("step")
+        stepper = self._require_optimizer("step")
         self.progress.last_step_applied = False
         self.runtime.forget_broken()
         self.runtime.require_forward("step()")
         if not self.accumulation.awaits_step:
-            self._begin_written()
-        self.stepper.reducer.shown.replaced = False  # type: ignore[union-attr]
+            self._begin_written(stepper)
+        stepper.reducer.shown.replaced = False
         if not self.accumulation.step_called():
             return
         progress, samples = self.progress, self.accumulation.samples_of_step(self.samples_per_step)
         with self.clock.phase("step"):
             try:
                 watch = self.spikes.watch(progress.global_steps, progress.global_samples, samples)
-                result = through_step(self.stepper.optimizer, lambda: self.stepper.take(watch), self.optimizer)  # type: ignore[union-attr]
+                result = through_step(stepper.optimizer, lambda: stepper.take(watch), self.optimizer, stepper.agree)
             except Exception as error:
                 self._explain(self, error, "step")
                 self.accumulation.refused()
@@ -264,21 +265,19 @@ class Engine(nn.Module):
             for hook in on_preempted:
                 hook(self)
 
-    def _begin_written(self) -> None:
+    def _begin_written(self, stepper: Stepper) -> None:
         """Begin a micro-step without a backward if the script has written gradients. Collective.
 
         Without such gradients this is an ordinary call of ``step``, which may be the one that updates.
         """
-        if self.stepper is None:
-            return
-        agreed = self.stepper.agree()
-        written = agreed.written or self.stepper.reducer.shown.replaced or (agreed.waits and not self.accumulation.in_window)
+        agreed = stepper.agree()
+        written = agreed.written or stepper.reducer.shown.replaced or (agreed.waits and not self.accumulation.in_window)
         boundary = self.accumulation.begin(None) if written else self.accumulation.repeats()
         if not (written or boundary):
             return
-        self.stepper.prepare(boundary)
+        stepper.prepare(boundary)
         if boundary:
-            self.stepper.reducer.complete(self.stage_policy.allows_deferral)
+            stepper.reducer.complete(self.stage_policy.allows_deferral)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard gradients that wait for ``step``, and ``param.grad`` of parameters that no unit trains; every rank must call it.
@@ -483,7 +482,7 @@ class Engine(nn.Module):
         self.offloaded_states.close()
         self._long_waits.stop()
 
-    def _require_optimizer(self, what: str) -> None:
+    def _require_optimizer(self, what: str) -> Stepper:
         if self.stepper is None:
             raise StateError(
                 f"{what}() on an engine without optimizer; pass optimizer= to initialize(), or an optimizer section with model_parameters="
@@ -498,3 +497,4 @@ class Engine(nn.Module):
                 "engine. Put the models that share them into one module with one engine, whose forward runs both, and add up the "
                 "losses; or leave them out of the optimizer of one of the two engines"
             )
+        return self.stepper

@@ -147,18 +147,70 @@ def test_functions_around_steps_run_once_and_change_the_model() -> None:
     ranks.run_ranks(_around_steps, 2)
 
 
-def _not_once() -> None:
+def _not_once(on: str, stage: int) -> None:
+    """Step with a function in place of ``step`` that takes no step on some ranks, or two on all."""
     script = _Script()
-    engine = hf_zero.initialize(model=script.model, optimizer=script.optimizer, config={"train_micro_batch_size_per_gpu": 3})[0]
-    script.optimizer.step = lambda: None
+    config = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": stage}}
+    engine = hf_zero.initialize(model=script.model, optimizer=script.optimizer, config=config)[0]
+    owner = engine.optimizer if on == "engine's optimizer, rank 1" else script.optimizer
+    original = owner.step
+    if on == "twice":
+        owner.step = lambda: (original(), original())
+    elif on == "all ranks" or ranks.rank() == 1:
+        owner.step = lambda: None
     engine.backward(engine(torch.ones(3, 4)).square().mean())
-    with pytest.raises(StateError, match=r"optimizer.step was replaced by .*, which called the original step 0 times"):
+    times = "more than once" if on == "twice" else "not at all"
+    with pytest.raises(StateError, match=rf"optimizer.step was replaced by .*, which called the original step {times} in engine.step()"):
         engine.step()
     engine.destroy()
 
 
-def test_a_replaced_step_that_does_not_step() -> None:
-    ranks.run_ranks(_not_once, 2)
+@pytest.mark.parametrize(("on", "stage"), [("all ranks", 0), ("rank 1", 0), ("rank 1", 3), ("engine's optimizer, rank 1", 1), ("twice", 2)])
+def test_a_replaced_step_that_does_not_step_is_an_error_on_all_ranks(on: str, stage: int) -> None:
+    ranks.run_ranks(_not_once, 2, on, stage)
+
+
+def _second_optimizer(averages: bool, stage: int) -> None:
+    """Train the last layer with an optimizer that no engine knows, whose gradients the script averages or not."""
+    script = _Script()
+    last = list(script.model[2].parameters())
+    if ranks.rank() == 0:
+        last[1].data += 1  # rank 0's values are used
+    config = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": stage}, "gradient_clipping": 0}
+    first, second = torch.optim.SGD(script.model[:2].parameters(), lr=0.1), torch.optim.SGD(last, lr=0.1)
+    engine = hf_zero.initialize(model=script.model, optimizer=first, config=config)[0]
+    for step in range(3):
+        engine.backward(engine(torch.full((3, 4), float(ranks.rank() + 1))).square().mean())
+        for param in last if averages else ():
+            torch.distributed.all_reduce(param.grad)
+            param.grad /= 2
+        if step == 1 and not averages:
+            with pytest.raises(StateError, match=r"parameter 2\.(weight|bias) was written on rank.*If an optimizer of the script's own"):
+                engine.step()
+            break
+        engine.step()
+        second.step()
+        second.zero_grad()
+    else:
+        wanted = _Script().model
+        wanted[2].bias.data += 1
+        optimizer = torch.optim.SGD(wanted.parameters(), lr=0.1)
+        for _ in range(3):
+            wanted(torch.tensor([[1.0], [2.0]]).expand(2, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for layer, other in zip(script.model[::2], wanted[::2], strict=True):
+            for name, param in layer.named_parameters():
+                value = param if layer is script.model[2] else safe_get_full_fp32_param(param)
+                torch.testing.assert_close(value, other.get_parameter(name))
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("averages", [True, False])
+def test_an_optimizer_that_no_engine_knows_must_update_alike_on_all_ranks(averages: bool, stage: int) -> None:
+    """Its gradients are each rank's own: the weights of the ranks drifted apart without a word."""
+    ranks.run_ranks(_second_optimizer, 2, averages, stage)
 
 
 def _handles() -> None:

@@ -12,11 +12,13 @@ from weakref import ref
 
 import torch
 from torch.optim import lr_scheduler
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hf_zero.core.optimizer import step_hooks
 from hf_zero.core.optimizer.clones import clone, options_of
 from hf_zero.core.optimizer.master_parts import MasterParts
+from hf_zero.core.schedule.gathered_parameters import checksum
+from hf_zero.core.units.registration import network_of_loose, noted_loose
 from hf_zero.core.units.unit import Unit, find_unit, trained_of
 from hf_zero.core.units.values import publish
 from hf_zero.errors import StateError
@@ -117,15 +119,19 @@ class OwnObject:
         hooks = step_hooks.hooks_before(self._inner)
         return partial(step_hooks.call_before, self._inner, hooks) if hooks else None
 
-    def around(self, take: Callable[[], T]) -> T:
+    def around(self, take: Callable[[], T], refuse: Callable[[str], object]) -> T:
         """Return ``take()``, which takes the engine's step, through the function by which a script has replaced ``step``, if it has.
+
+        Args:
+            take: Takes the step.
+            refuse: See ``once``.
 
         Raises:
             StateError: The function has not called its original once.
         """
         if self._inside or not self._replaced():
             return take()
-        return once("optimizer.step", self._inner.step, take, lambda taking: setattr(self, "_take", taking))
+        return once("optimizer.step", self._inner.step, take, lambda taking: setattr(self, "_take", taking), refuse)
 
     def _replaced(self) -> bool:
         """Return whether a script has replaced ``step``, on the object or its class, before ``connect`` or since. The wrapper of torch's
@@ -239,7 +245,13 @@ class OwnObject:
             self.change(self._own[name])
 
 
-def once(name: str, call: Callable[[], object], take: Callable[[], T], wait: Callable[[Callable[[], object] | None], None]) -> T:
+def once(
+    name: str,
+    call: Callable[[], object],
+    take: Callable[[], T],
+    wait: Callable[[Callable[[], object] | None], None],
+    refuse: Callable[[str], object],
+) -> T:
     """Return ``take()``, which takes a step, called through a script's function.
 
     Args:
@@ -247,22 +259,33 @@ def once(name: str, call: Callable[[], object], take: Callable[[], T], wait: Cal
         call: Calls the script's function.
         take: Takes the step.
         wait: Is given the function that the method's original calls in place of a step; None at the end.
+        refuse: Raises its argument on all ranks, in the vote of the step that the other ranks take; collective.
 
     Raises:
         StateError: The script's function has not called the original once.
     """
     results: list[T] = []
-    wait(lambda: results.append(take()))
+
+    def take_once() -> None:
+        if results:
+            raise StateError(_not_once(name, call, "more than once"))
+        results.append(take())
+
+    wait(take_once)
     try:
         call()
     finally:
         wait(None)
-    if len(results) != 1:
-        raise StateError(
-            f"{name} was replaced by {getattr(call, '__qualname__', call)}, which called the original step {len(results)} times in "
-            "engine.step(): it must do that once, because the engine updates in the original"
-        )
+    if not results:
+        refuse(_not_once(name, call, "not at all"))
     return results[0]
+
+
+def _not_once(name: str, call: Callable[[], object], times: str) -> str:
+    return (
+        f"{name} was replaced by {getattr(call, '__qualname__', call)}, which called the original step {times} in engine.step(): it must "
+        "do that once on every rank, because the engine updates in the original"
+    )
 
 
 def _beneath(step: Any) -> Any:
@@ -274,17 +297,18 @@ def _beneath(step: Any) -> Any:
 
 
 class _ForeignSteps:
-    """Hook on the steps of all optimizers of this process that finds those over parameters of an engine, from the first engine on."""
+    """Hooks on the steps of all optimizers of this process that find those over parameters of an engine, from the first engine on."""
 
     _hooked = False
 
     @classmethod
     def watch(cls) -> None:
-        """Register the hook; further calls do nothing."""
+        """Register the hooks; further calls do nothing."""
         if not cls._hooked:
             cls._hooked = True
-            step_hooks.own_hooks.append(cls._refuse)
+            step_hooks.own_hooks.extend((cls._refuse, cls._note))
             register_optimizer_step_pre_hook(cls._refuse)
+            register_optimizer_step_post_hook(cls._note)
 
     @staticmethod
     def _refuse(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -293,15 +317,33 @@ class _ForeignSteps:
         Raises:
             StateError: The first such parameter is named.
         """
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                owner = find_unit(param)
-                if owner is None or not owner[0].trainable or owner[0].belongs_to is None:
-                    continue
-                training = owner[0].belongs_to()
-                if training is not None and training.trains:
-                    raise StateError(
-                        f"{type(optimizer).__name__}.step(): {owner[0].layout.slots[owner[1]].name} is trained by an engine, which has its "
-                        "gradients: this optimizer would not train it. Pass it to initialize(), or prepare it in one call with the model; "
-                        "rates and further param groups can be changed in engine.optimizer"
-                    )
+        for param in _params_of(optimizer):
+            owner = find_unit(param)
+            if owner is None or not owner[0].trainable or owner[0].belongs_to is None:
+                continue
+            training = owner[0].belongs_to()
+            if training is not None and training.trains:
+                raise StateError(
+                    f"{type(optimizer).__name__}.step(): {owner[0].layout.slots[owner[1]].name} is trained by an engine, which has its "
+                    "gradients: this optimizer would not train it. Pass it to initialize(), or prepare it in one call with the model; "
+                    "rates and further param groups can be changed in engine.optimizer"
+                )
+
+    @staticmethod
+    def _note(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        """Record the new values of an engine's untrained parameters, which the ranks compare at the engine's next step or save.
+
+        Nothing averages the gradients of these parameters over ranks, unless the script does.
+        """
+        for param in _params_of(optimizer):
+            if (owner := find_unit(param)) is not None:
+                unit, index = owner
+                if not unit.trainable and not unit.gathers and unit.collectives.data.world > 1:
+                    unit.written.look(index, checksum(param.data))
+            elif (network := network_of_loose(param)) is not None and network.world > 1:
+                noted, name = noted_loose(param)
+                noted.look(name, checksum(param.data))
+
+
+def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    return (param for group in optimizer.param_groups for param in group["params"])

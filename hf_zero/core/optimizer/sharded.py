@@ -320,7 +320,7 @@ def watch_parts(optimizer: ShardedOptimizer) -> None:
 _STEP = ShardedOptimizer.step  # a script may replace it
 
 
-def through_step(optimizer: ShardedOptimizer, take: Callable[[], T], held: Any) -> T:
+def through_step(optimizer: ShardedOptimizer, take: Callable[[], T], held: Any, refuse: Callable[[str], object]) -> T:
     """Return ``take()``, which takes the engine's step at a boundary.
 
     If a script has replaced ``optimizer.step``, also on its class or on the inner optimizer, or has wrapped the object, call the script's
@@ -330,14 +330,16 @@ def through_step(optimizer: ShardedOptimizer, take: Callable[[], T], held: Any) 
         optimizer: The engine's optimizer.
         take: Takes the step.
         held: ``engine.optimizer``: ``optimizer``, or the script's object in its place.
+        refuse: Raises its argument on all ranks, in the vote of the step; collective.
 
     Raises:
         StateError: The script's ``step`` has not called the original once.
     """
+    own = partial(optimizer.own.around, take, refuse)
     replaced = held is not optimizer or "step" in vars(optimizer) or type(optimizer).step is not _STEP
     if not replaced or optimizer._steps:
-        return optimizer.own.around(take)
-    return once("engine.optimizer.step", held.step, lambda: optimizer.own.around(take), lambda taking: setattr(optimizer, "_take", taking))
+        return own()
+    return once("engine.optimizer.step", held.step, own, lambda taking: setattr(optimizer, "_take", taking), refuse)
 
 
 def _clearing(optimizer: ref[ShardedOptimizer]) -> Callable[..., None]:

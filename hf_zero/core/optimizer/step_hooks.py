@@ -92,8 +92,8 @@ def hooks_before(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def hooks_after() -> list[Any]:
-    """Return the post-step hooks on all optimizers; not inside ``deferred``."""
-    return list(getattr(torch_optimizer, _ALL_AFTER).values())
+    """Return the script's post-step hooks on all optimizers; not inside ``deferred``."""
+    return [hook for hook in getattr(torch_optimizer, _ALL_AFTER).values() if hook not in own_hooks]
 
 
 def call_before(optimizer: torch.optim.Optimizer, hooks: Iterable[Any]) -> None:

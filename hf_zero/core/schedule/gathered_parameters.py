@@ -106,7 +106,7 @@ class GatheredParameters:
                 if unit.built is not None and unit.built.shown:
                     show_as_built(unit)
                 elif was_whole and not unit.gathers and self._modifier_rank is None and unit.collectives.data.world > 1:
-                    self._sums[unit] = {index: _checksum(param.data) for index in indices if (param := unit.params[index]) is not None}
+                    self._sums[unit] = {index: checksum(param.data) for index in indices if (param := unit.params[index]) is not None}
             unit.gathers += 1
             unit.unsaved.difference_update(indices)
             training: Any = unit.belongs_to() if unit.belongs_to is not None else None
@@ -114,7 +114,7 @@ class GatheredParameters:
                 training.mark_read(unit)
         if self._modifier_rank is None:
             self._loose = [(param, network) for param, network in self._loose if network.world > 1]
-            self._loose_sums = [_checksum(param.data) for param, _ in self._loose]
+            self._loose_sums = [checksum(param.data) for param, _ in self._loose]
         else:
             self._loose_records = [noted.record(name) for noted, name in map(noted_loose, (param for param, _ in self._loose))]
         return self
@@ -157,11 +157,12 @@ class GatheredParameters:
         """
         for (loose, _), before in zip(self._loose, self._loose_sums, strict=True):
             noted, name = noted_loose(loose)
-            noted.look(name, checksum if (checksum := _checksum(loose.data)) != before else None)
+            after = checksum(loose.data)
+            noted.look(name, after if after != before else None)
         for unit, sums in self._sums.items():
-            now = {index: _checksum(param.data) for index in sums if (param := unit.params[index]) is not None}
-            for index, checksum in now.items():
-                unit.written.look(index, checksum if checksum != sums[index] else None)
+            now = {index: checksum(param.data) for index in sums if (param := unit.params[index]) is not None}
+            for index, after in now.items():
+                unit.written.look(index, after if after != sums[index] else None)
         held: dict[Unit, list[int]] = {unit: self._wanted[unit] for unit in self._alone if not unit.gathers}
         held |= {unit: [*range(len(unit.params))] for unit, was_whole in self._entered if not (was_whole or unit.gathers)}
         by_network: dict[int, list[Unit]] = {}
@@ -201,7 +202,7 @@ def _compare(units: Sequence[Unit], held: Mapping[Unit, Sequence[int]], failed: 
         for index in held[unit]:
             param = unit.params[index]
             if param is not None:
-                sums[unit.layout.slots[index].name] = _checksum(param.data)
+                sums[unit.layout.slots[index].name] = checksum(param.data)
     total = zlib.crc32(repr(sums).encode()) & 0xFFFFFF  # votes have 24 bits
     largest, smallest, somewhere = network.largest_of([total, -total, failed], "gathered parameters")
     if somewhere:
@@ -216,7 +217,7 @@ def _compare(units: Sequence[Unit], held: Mapping[Unit, Sequence[int]], failed: 
     )
 
 
-def _checksum(tensor: torch.Tensor) -> int:
+def checksum(tensor: torch.Tensor) -> int:
     """Return a checksum: tensors with other bits, or with the same elements in another order, very probably have another checksum.
 
     On a device it is ``sum(mixed(bits[i] * (2 * i + 1)))`` modulo 2^64: the factor depends on the position of each element, and mixing the
@@ -233,7 +234,7 @@ def _checksum(tensor: torch.Tensor) -> int:
 
 
 def _sum_of_places(values: torch.Tensor) -> int:
-    """Return ``_checksum`` of ``values``, 1D on a device; elements are widened to 64 bits piece by piece."""
+    """Return ``checksum`` of ``values``, 1D on a device; elements are widened to 64 bits piece by piece."""
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}[values.element_size()]
     bits = values.view(whole)
     total = torch.zeros((), dtype=torch.int64, device=values.device)

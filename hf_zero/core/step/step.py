@@ -221,8 +221,8 @@ class Stepper:
                 "set the key to true: they count as zero then"
             )
 
-    def agree(self) -> Agreed:
-        """Hold the vote before a step and return its result; collective, on the host.
+    def agree(self, refused: str = "") -> Agreed:
+        """Hold the vote before a step and return its result; collective, on the host. ``refused`` is an error that all ranks raise.
 
         Raises:
             StateError: On every rank, if ranks have begun different numbers of micro-steps or have different hyper-parameters.
@@ -230,7 +230,7 @@ class Stepper:
         parts = self.optimizer.own.parts
         parts.take(forward=False)
         units = self.runtime.units()
-        look = WrittenValues(units, self.collectives.data, self.runtime.idle, parts.refusal() or saved_empty(units))
+        look = WrittenValues(units, self.collectives.data, self.runtime.idle, refused or parts.refusal() or saved_empty(units))
         alike = [_STEPS, same_pace(self.runtime.micro_steps)]
         if self.everyone is self.collectives.data:  # stages of a pipeline have units of their own
             alike.append(look.alike())

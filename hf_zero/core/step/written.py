@@ -236,7 +236,9 @@ class WrittenValues:
         raise StateError(
             f"parameter {written.rpartition(' ')[0]} was written on rank(s) {ranks} of {len(by_rank)}, and not written, or "
             "written with other values or at another time, on the remaining ranks: the ranks would train different models. Write the same "
-            "values on all ranks, or write inside `with hf_zero.zero.GatheredParameters([parameter], modifier_rank=0):`"
+            "values on all ranks, or write inside `with hf_zero.zero.GatheredParameters([parameter], modifier_rank=0):`. If an optimizer "
+            "of the script's own updates it, its gradient is each rank's own: put the parameter into a param group of engine.optimizer, or "
+            "average the gradient over ranks first"
         )
 
     def agree(self, collectives: Collectives) -> None:
