@@ -103,11 +103,27 @@ def _share(model: nn.Sequential, step: int, kept: list[nn.Module], optimizer: to
             model[2].weight.data = model[3].weight.data
 
 
-def _shared() -> None:
-    for stage in (0, 2, 3):
-        with pytest.raises(StateError, match=r"parameter 2.weight was given the memory of 3.weight"):
-            _train(stage, _share)
+def _share_on_one_rank(model: nn.Sequential, step: int, kept: list[nn.Module], optimizer: torch.optim.Optimizer) -> None:
+    if ranks.rank() == 1:
+        _share(model, step, kept, optimizer)
+    elif step == 1:
+        with _gathered(model):
+            pass
 
 
-def test_parameters_that_share_memory() -> None:
-    ranks.run_ranks(_shared, 2)
+def _share_outside(model: nn.Sequential, step: int, kept: list[nn.Module], optimizer: torch.optim.Optimizer) -> None:
+    if step == 1 and ranks.rank() == 1:
+        model[2].weight.data = model[3].weight.data
+
+
+def _shared(script: Script, stage: int) -> None:
+    with pytest.raises(StateError, match=r"parameter 2.weight was given the memory of 3.weight|2.weight: written inside Gathered"):
+        _train(stage, script)
+
+
+@pytest.mark.parametrize(
+    ("script", "stage"),
+    [*((script, stage) for script in (_share, _share_on_one_rank) for stage in (0, 2, 3)), (_share_outside, 0), (_share_outside, 2)],
+)
+def test_parameters_that_share_memory_are_an_error_on_all_ranks(script: Script, stage: int) -> None:
+    ranks.run_ranks(_shared, 2, script, stage)
