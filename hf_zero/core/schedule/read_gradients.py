@@ -31,7 +31,7 @@ class _Served:
 
 
 class ReadGradients:
-    """Reads of ``param.grad`` at stages 1 to 3, from the end of a backward to the step or the next forward.
+    """Reads of ``param.grad`` from the end of a backward to the step or the next forward: at stages 1 to 3, and in accumulations at stage 0.
 
     [Note: read gradients] While gradients wait, each trained parameter has a class whose ``grad`` is a property, so a usual step pays only
     for the change of classes. If the configuration says so, a read gathers the gradient from its owners, after a vote of all ranks, which
@@ -68,7 +68,7 @@ class ReadGradients:
         if not self._open:
             self._open = True
             for entry in self._gradients:
-                if entry.exchange.policy.sharded:
+                if entry.exchange.policy.sharded or not complete:
                     mark_waiting(entry.unit.params)
 
     def mark(self, unit: Unit) -> None:
@@ -162,7 +162,7 @@ class ReadGradients:
         entry = self._entry(unit)
         if entry is None:
             return found
-        if found is not None or not entry.exchange.policy.sharded:
+        if found is not None or (self._complete and not entry.exchange.policy.sharded):
             self.begin()
             return found
         name, meet = unit.layout.slots[index].name, self.meet() if self.meet is not None else None
@@ -257,8 +257,8 @@ class ReadGradients:
 def _unserved(name: str, complete: bool) -> str:
     if not complete:
         return (
-            f"{name}.grad is None in the middle of a gradient accumulation: the gradients so far are sharded over the ranks (ZeRO stages 1 "
-            "to 3), so code under `if param.grad is not None` does nothing. Read it after the backward that completes the optimizer step"
+            f"{name}.grad is None in the middle of a gradient accumulation: the gradients so far are in the engine's buffers, so code under "
+            "`if param.grad is not None` does nothing. Read it after the backward that completes the optimizer step"
         )
     return (
         f"{name}.grad is None: gradients are sharded over the ranks (ZeRO stages 1 to 3), so code under `if param.grad is not None` does "
