@@ -16,9 +16,8 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.core.units.layout import UnitState
 from hf_zero.core.units.registration import network_of_loose, noted_loose
 from hf_zero.core.units.shard import exchange_changes
-from hf_zero.core.units.shared_memory import separate
 from hf_zero.core.units.unit import Unit, find_unit
-from hf_zero.core.units.values import adopt_writes, broadcast_from, show_as_built
+from hf_zero.core.units.values import adopt_writes, broadcast_from, separate, show_as_built
 from hf_zero.errors import StateError
 from hf_zero.native.ranges import crc32_chunks
 
