@@ -31,7 +31,7 @@ class _Served:
 
 
 class ReadGradients:
-    """Reads of ``param.grad`` from the end of a backward to the step or the next forward: at stages 1 to 3, and in accumulations at stage 0.
+    """Reads of ``param.grad`` from the end of a backward to the step or the next forward, at stages 1 to 3; at stage 0 in accumulations.
 
     [Note: read gradients] While gradients wait, each trained parameter has a class whose ``grad`` is a property, so a usual step pays only
     for the change of classes. If the configuration says so, a read gathers the gradient from its owners, after a vote of all ranks, which
@@ -257,8 +257,8 @@ class ReadGradients:
 def _unserved(name: str, complete: bool) -> str:
     if not complete:
         return (
-            f"{name}.grad is None in the middle of a gradient accumulation: the gradients so far are in the engine's buffers, so code under "
-            "`if param.grad is not None` does nothing. Read it after the backward that completes the optimizer step"
+            f"{name}.grad is None in the middle of a gradient accumulation: the gradients so far are in the engine's buffers, so code "
+            "under `if param.grad is not None` does nothing. Read it after the backward that completes the optimizer step"
         )
     return (
         f"{name}.grad is None: gradients are sharded over the ranks (ZeRO stages 1 to 3), so code under `if param.grad is not None` does "
