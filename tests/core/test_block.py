@@ -9,7 +9,7 @@ from typing import Any
 from hf_zero.core.schedule.block import Block
 from tests.support.processes import REPO
 
-_COUNTS = {"open", "pending", "checkpointed", "read_elsewhere", "read_by_root"}
+_COUNTS = {"open", "pending", "checkpointed", "read_elsewhere"}
 
 
 def _block(name: str = "block") -> Block:
@@ -67,8 +67,6 @@ def test_who_reads_a_block_is_remembered_once() -> None:
     block, reader, root = _block("a"), _block("b"), _block("root")
     block.read_by(reader, root)
     block.read_by(reader, root)
-    assert reader.externals == [block] and block.read_elsewhere and not block.read_by_root
-    block.read_by(root, root)
-    assert block.read_by_root
+    assert reader.externals == root.externals == [block] and block.read_elsewhere and block.saved_outside
     reader.read_by(reader, root)
     assert reader.externals == [block]

@@ -294,7 +294,7 @@ def test_a_checksum_on_a_device_sees_an_order(dtype: torch.dtype, monkeypatch: p
 def _another_order() -> list[int]:
     """Checksums, on a device, of a tensor and of the same rows in another order."""
     values = torch.arange(12.0, device=ranks.device())
-    return [gathered_parameters._checksum(tensor) for tensor in (values, values.clone(), values.flip(0))]
+    return [gathered_parameters.checksum(tensor) for tensor in (values, values.clone(), values.flip(0))]
 
 
 @pytest.mark.skipif(bool(pretend.missing()), reason=pretend.missing())

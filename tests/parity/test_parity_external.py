@@ -107,6 +107,41 @@ def _root_reads_block_parameter(run: Run) -> None:
     check_training(build, CASES["mlp"].rows, class_loss, run, label="root reads a block's parameter")
 
 
+class Penalised(Lending):
+    """A model whose forward adds a penalty on the parameters that it finds by iteration, before its blocks run or after them."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.first = first
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        before = _penalty(self) if self.first else None
+        logits = super().forward(inputs)
+        return logits * (1 + (_penalty(self) if before is None else before))
+
+
+def _penalty(module: nn.Module) -> Tensor:
+    norms = [torch.linalg.vector_norm(param) for name, param in module.named_parameters() if "blocks" in name]
+    return 0.01 * torch.stack(norms).square().sum()
+
+
+def _penalised_loss(model: nn.Module, batch: object) -> Tensor:
+    module = getattr(model, "module", model)
+    loss = class_loss(model, batch)  # type: ignore[arg-type]
+    if module is not model and ranks.rank() == 0:  # one rank alone, for its log
+        assert all(param.norm() > 0 for param in module.blocks[0].parameters())
+    return loss + _penalty(module)
+
+
+def _found_by_iteration(where: str, run: Run) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return Lending() if where == "loss" else Penalised(where == "before the blocks")
+
+    loss = _penalised_loss if where == "loss" else class_loss
+    check_training(build, CASES["mlp"].rows, loss, run, label=f"parameters found by iteration: {where}")
+
+
 def _not_declared(stage: int) -> str:
     """Return the outcome: correct (the engine found it), or an error that names the parameter."""
     torch.manual_seed(0)
@@ -144,3 +179,11 @@ def test_undeclared_external_parameter_works_or_is_named(stage: int) -> None:
     for answer in ranks.run_ranks(_not_declared, 2, stage):
         assert answer == "right" or "blocks.0.up.weight" in answer, answer
     assert stage == 3 or answer == "right"
+
+
+@pytest.mark.parametrize("where", ["loss", "before the blocks", "after the blocks"])
+@pytest.mark.parametrize("dtype", slow_but(("fp32", "bf16"), "fp32"))
+def test_parameters_found_by_iteration_are_whole_in_forward_and_loss(where: str, dtype: str) -> None:
+    """A penalty on ``model.parameters()`` looks no attribute up, by which other reads are noticed."""
+    extra = {"zero_optimization": {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}}
+    ranks.run_ranks(_found_by_iteration, 2, where, Run(stage=3, dtype=dtype, accumulation=2, extra=extra))

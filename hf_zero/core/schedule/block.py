@@ -34,8 +34,8 @@ class Block:
         open: Number of forwards of the module that are running.
         pending: Number of forwards whose backward has not begun.
         checkpointed: Number of forwards without gradient inside a training forward, which backward will recompute.
-        read_elsewhere: Whether other modules read its parameters too, so that it stays unsharded until the phase ends.
-        read_by_root: Whether the root's own forward reads its parameters; no hook announces when the root's backward reads them.
+        read_elsewhere: Whether other modules read its parameters too, so that it stays unsharded until the phase ends. While it is, the
+            root may read it unnoticed, and no hook announces when the root's backward reads it.
         externals: Other blocks whose parameters this module reads.
         silent: Whether a forward with gradients has returned no tensor whose gradient announces its backward, so that tensors which
             autograd saved keep their memory, [Note: what tells of a backward].
@@ -55,7 +55,6 @@ class Block:
     pending: int = field(default=0, init=False)
     checkpointed: int = field(default=0, init=False)
     read_elsewhere: bool = field(default=False, init=False)
-    read_by_root: bool = field(default=False, init=False)
     externals: list[Block] = field(default_factory=list, init=False)
     silent: bool = field(default=False, init=False)
     first_node: int = field(default=0, init=False)
@@ -117,10 +116,10 @@ class Block:
     def read_by(self, reader: Block, root: Block) -> None:
         """Note that ``reader``'s module reads parameters that this block owns: both are unsharded together from now on."""
         self.read_elsewhere = True
-        self.read_by_root |= reader is root
-        if self not in reader.externals and reader is not self:
-            logger.debug("parameters of %s are read inside %s", self.name, reader.name)
-            reader.externals.append(self)
+        for one in (reader, root):
+            if self not in one.externals and one is not self:
+                logger.debug("parameters of %s are read inside %s", self.name, one.name)
+                one.externals.append(self)
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -168,7 +167,7 @@ class Block:
         """Return whether functions outside of the module's forward may have saved its parameters, [Note: parameters that a function
         saved].
         """
-        return self.read_by_root or any(unit.lent for unit in self.units)
+        return self.read_elsewhere or any(unit.lent for unit in self.units)
 
     @property
     def pinned(self) -> bool:
@@ -188,7 +187,7 @@ class Block:
             until_backward: A forward with gradients ends, see [Note: parameters that a function saved].
         """
         for unit in self.units:
-            unit.reshard(leave=self.read_by_root, for_autograd=self.silent or (self.read_by_root and until_backward))
+            unit.reshard(leave=self.read_elsewhere, for_autograd=self.silent or (self.read_elsewhere and until_backward))
             if self.silent:
                 unit.show_placeholders()
 

@@ -161,6 +161,17 @@ class OutsideReads:
         else:
             self._read(block)
 
+    def bring(self, param: nn.Parameter) -> bool:
+        """Unshard ``param`` if the model's forward, its loss or a recomputation computes with it, and return whether it is unsharded.
+
+        Code that iterates over ``named_parameters()`` (the penalty in AdaLoRA's forward) looks no attribute up, so that no guard has seen
+        its read. Collective where it unshards.
+        """
+        if not self._wants_values():
+            return False
+        self._bring(param)
+        return not is_sharded(param)
+
     def _bring(self, param: nn.Parameter) -> None:
         """Unshard ``param`` for code that computes with it outside of its block's forward, perhaps in a later forward or backward;
         collective.

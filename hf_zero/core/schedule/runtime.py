@@ -354,6 +354,10 @@ class Runtime:
         """Take ``param.grad = value``, and return whether it was taken; see ``ReadGradients.write``."""
         return self.backward.reducer is not None and self.backward.reducer.shown.reads.write(unit, index, value)
 
+    def bring(self, param: nn.Parameter) -> bool:
+        """Unshard a parameter that code of the model or of its loss computes with; see ``OutsideReads.bring``."""
+        return self._outside_reads.bring(param)
+
     def mark_read(self, unit: Unit) -> None:
         """Serve reads of ``param.grad`` in a unit that a script has just unsharded; local."""
         if self.backward.reducer is not None:

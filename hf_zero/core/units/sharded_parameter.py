@@ -404,7 +404,18 @@ def _without_values(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if compared or (func in _named(_TO_NODE) and args[0] is args[1]):
         with _WITHOUT_FUNCTION():
             return func(*args, **kwargs)
+    if _brought(param):
+        return func(*args, **kwargs)
     raise _refused(param, _called(func))
+
+
+def _brought(param: Any) -> bool:
+    """Return whether the engine has unsharded ``param`` for code of its model that computes with it now; collective if it has."""
+    owner = vars(param).get(OWNER)
+    if owner is None or owner[0].belongs_to is None or owner[0].own.offloaded:
+        return False
+    training = owner[0].belongs_to()
+    return training is not None and training.bring(param)
 
 
 def _refused(param: Any, called: str) -> StateError:
