@@ -211,6 +211,10 @@ class Zero(Side):
         with torch.no_grad():
             return {"logits": averaged(batch(data, self.rank)[0]).clone()}
 
+    def penalty(self, how: str, over: str) -> Seen:
+        self.loss = self.loss + script_model.penalty(how, over, self.engine.module)
+        return {"loss": self.loss.detach().clone()}
+
     def read(self, param: str, what: str, who: Any) -> Seen:
         if who in ("all", self.rank):
             script_model.read(what, self.engine.module, param)

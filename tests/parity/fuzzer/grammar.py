@@ -147,6 +147,7 @@ KINDS: dict[str, Kind] = {
     "average_in": Kind({"how": ("gathered", "plain")}, "abc", "any"),
     "swa": Kind({"data": _DATA}, "ac", "any"),
     "compute": Kind({**_ONE, "what": ("sum", "norm", "float", "clone", "compare", "cat")}, "abc", "named"),
+    "penalty": Kind({"how": ("iterated", "attribute"), "over": ("all", *LAYERS)}, "b"),
     "read": Kind({**_ONE, "what": ("dtype", "shape", "repr", "grad", "requires_grad", "names", "attribute"), "who": ("all", 0)}, "abc"),
     # Gradients and the optimizer.
     "write_grad": Kind({**_ONE, "who": ("all", 0)}, "c", "named"),
@@ -207,6 +208,7 @@ class Course:
         between = not self.held and not self.waits
         makes_sense = {
             "backward": self.held,
+            "penalty": self.held,
             "add_adapter": layer not in self.adapters,
             "remove_adapter": layer in self.adapters,
             "load": "save" in self.done and between,

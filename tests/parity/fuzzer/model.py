@@ -230,6 +230,16 @@ def compute(what: str, parameter: Tensor) -> Tensor:
         return torch.cat([parameter.detach().reshape(-1), torch.zeros(1, dtype=parameter.dtype)])
 
 
+def penalty(how: str, over: str, model: nn.Module) -> Tensor:
+    """Return a penalty on the parameters of the model, or of one layer, that a script adds to a loss."""
+    layer = model if over == "all" else model.get_submodule(over)
+    if how == "iterated":
+        found = list(layer.parameters())
+    else:
+        found = [getattr(part, name) for part in layer.modules() for name, _ in part.named_parameters(recurse=False)]
+    return 0.1 * torch.stack([torch.linalg.vector_norm(parameter.float()) for parameter in found]).square().sum()
+
+
 def read(what: str, model: nn.Module, name: str) -> None:
     """Read a property of the parameter ``name`` that needs no values; one rank may do this alone."""
     if what == "attribute":  # as a script's log does

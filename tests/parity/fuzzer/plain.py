@@ -84,6 +84,10 @@ class Plain(Side):
             raise MustRefuse(f"rank 0 has lost batch {failed}")
         return {"loss": self.losses[self.rank].detach().clone()}
 
+    def penalty(self, how: str, over: str) -> Seen:
+        self.losses = [loss + script_model.penalty(how, over, self.model) for loss in self.losses]
+        return {"loss": self.losses[self.rank].detach().clone()}
+
     def backward(self) -> Seen:
         losses, self.losses = self.losses, []
         for loss in losses:
