@@ -286,9 +286,13 @@ class Plain(Side):
 
     def gather_write(self, param: str, modifier: Any, who: Any) -> Seen:
         name, parameter = self._canonical(param), self.model.get_parameter(param)
+        master = self.masters[name].detach().clone() if name in self.masters else None
         self.adopt()
         old, new = self.state(), noise(param, parameter.shape, 2).to(self.dtype)
         changes = not torch.equal(parameter.detach(), new)
+        if master is not None:  # writes from before the context are compared together with its own
+            with torch.no_grad():
+                self.masters[name].copy_(master)
         parameter.data.copy_(new)
         self.adopt()
         written = self.state()
