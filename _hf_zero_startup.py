@@ -16,6 +16,7 @@ WATCHED = frozenset(
         "accelerate.state",
         "accelerate.utils.dataclasses",
         "accelerate.utils.deepspeed",
+        "diffusers.models.modeling_utils",
         "lightning.pytorch.callbacks.model_checkpoint",
         "lightning.pytorch.loops.fit_loop",
         "lightning.pytorch.loops.training_epoch_loop",

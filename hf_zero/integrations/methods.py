@@ -315,6 +315,11 @@ CONVERSIONS = Method(
     "from_pretrained at stage 3 does not convert names if tensor_parallel.autotp_size is more than 1",
     since=(5,),
 )
+_UNCOUNTED = "num_parameters() of a model is 0 at stage 3, and so is Trainer's total_flos"
+COUNTS = (
+    Method("transformers.modeling_utils", "ModuleUtilsMixin.num_parameters", _UNCOUNTED, "hf_zero.integrations.metrics:num_parameters"),
+    Method("diffusers.models.modeling_utils", "ModelMixin.num_parameters", _UNCOUNTED, "hf_zero.integrations.metrics:num_parameters"),
+)
 LIGHTNING_SAVE = Method("lightning.pytorch.callbacks.model_checkpoint", "ModelCheckpoint._save_checkpoint", _DELETED)
 OLD_LIGHTNING_SAVE = Method("pytorch_lightning.callbacks.model_checkpoint", "ModelCheckpoint._save_checkpoint", _DELETED)
 
@@ -352,5 +357,5 @@ METHODS = (
     BACKWARD_OF_SEVERAL, PREPARE_ONE, STEP,
     ZERO_GRAD, NORM, CLIP,
     FILL, PROCESS, OPTIMIZERS, FILL_SHARDED, CONFIGURATION, ARGUMENTS, AGENT, CONTEXT_SIZE, PREPARE_CP, CONTEXT, CONTEXT_INPUTS,
-    PARALLELISM, RECURRENT, INPUTS, *HASHES,
+    PARALLELISM, RECURRENT, INPUTS, *HASHES, *COUNTS,
 )  # fmt: skip

@@ -20,6 +20,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from hf_zero.core.engine import Engine
+from hf_zero.core.units.sharded_parameter import counting_whole
 from hf_zero.errors import UnsupportedError
 from hf_zero.integrations import callers, methods
 from hf_zero.integrations.pipelines import parts_here, sharing_parts_here
@@ -140,3 +141,9 @@ def log(function: Callable[..., Any], trainer: Any, logs: dict[str, float], *arg
         measured, engine.reports.measured = engine.reports.measured, {}
         logs |= {name.removeprefix(_PREFIX).lower(): value for name, value in measured.items()}
     return function(trainer, logs, *args, **kwargs)
+
+
+def num_parameters(original: Callable[..., int], *args: Any, **kwargs: Any) -> int:
+    """Replace ``num_parameters()`` of a model: count sharded parameters whole, which are empty tensors between their uses."""
+    with counting_whole():
+        return original(*args, **kwargs)

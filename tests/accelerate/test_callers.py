@@ -189,13 +189,13 @@ def test_the_hook_watches_what_is_wrapped() -> None:
 IMPORTS = f"""
 import importlib.util
 for name in {sorted(_hf_zero_startup.WATCHED)}:
-    if importlib.util.find_spec(name):  # older versions lack some
+    if importlib.util.find_spec(name.partition(".")[0]) and importlib.util.find_spec(name):  # older versions lack some
         importlib.import_module(name)
 """
 CHECK = """
 from hf_zero.integrations import callers, methods
 for method in methods.METHODS:
-    if callers.came_later(method):
+    if callers.came_later(method) or importlib.util.find_spec(method.module.partition(".")[0]) is None:  # diffusers is optional
         continue
     found = sys.modules[method.module]
     for part in method.name.split("."):

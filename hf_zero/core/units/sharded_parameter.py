@@ -20,8 +20,6 @@ from hf_zero.core.units.marks import is_packed
 from hf_zero.errors import StateError
 
 _META = torch.device("meta")
-
-
 _NO_VALUES = "this rank's state dict has no values of it, and a file would be empty"
 OWNER = "_hf_zero_owner"
 _GRAD: Any = torch.Tensor.grad  # torch's own property
@@ -30,6 +28,8 @@ _WITHOUT_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 
 _VALUES = ("data", "T", "mT", "H", "mH", "real", "imag", "ndim", "__cuda_array_interface__")
 _DIMENSIONS = frozenset((torch.Tensor.dim, torch.Tensor.ndimension, _NDIM.__get__))
+_COUNTS = frozenset((torch.Tensor.numel, torch.Tensor.nelement))
+_counts_whole = False  # see `counting_whole`
 _QUESTIONS = (
     "size", "numel", "nelement", "stride", "storage_offset", "element_size", "dim_order", "get_device",
     "is_complex", "is_conj", "is_contiguous", "is_distributed", "is_floating_point", "is_inference", "is_neg", "is_pinned",
@@ -282,6 +282,8 @@ class _Empty(_Waiting):
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _counts_whole and func in _COUNTS:
+            return _shape(args[0]).numel()
         if func in _free():
             with _WITHOUT_FUNCTION():
                 return func(*args, **(kwargs or {}))
@@ -290,6 +292,17 @@ class _Empty(_Waiting):
 
 class ShardedParameter(_Empty, nn.Parameter):
     """An empty ``nn.Parameter`` of a unit, see [Note: the class of an empty parameter]."""
+
+
+@contextmanager
+def counting_whole() -> Iterator[None]:
+    """Let ``numel()`` of empty parameters be that of the whole parameters inside the ``with``: a library counts a model's parameters."""
+    global _counts_whole
+    before, _counts_whole = _counts_whole, True
+    try:
+        yield
+    finally:
+        _counts_whole = before
 
 
 def point(param: nn.Parameter, value: torch.Tensor, empties: bool) -> None:
@@ -388,7 +401,7 @@ def _without_values(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """
     param = args[0] if args and isinstance(args[0], _Empty) else next(_empty_ones(args, kwargs))
     if func in _DIMENSIONS:
-        return _dimensions(param)
+        return len(_shape(param))
     if func == _DATA.__get__ or func in _named(("detach", "full_like")):  # torch's Adagrad makes states of this shape when it is built
         return _stand_in(param)
     if func == _DATA.__set__ and param is args[0]:
@@ -436,9 +449,9 @@ def _stand_in(param: Any) -> EmptyValues:
     return found
 
 
-def _dimensions(param: Any) -> int:
+def _shape(param: Any) -> torch.Size:
     owner = vars(param).get(OWNER)
-    return len(owner[0].layout.slots[owner[1]].shape if owner is not None else param.shape)
+    return torch.Size(owner[0].layout.slots[owner[1]].shape) if owner is not None else param.shape
 
 
 def _converted(param: Any, func: Callable[..., Any], args: Any, kwargs: Any) -> EmptyValues:
