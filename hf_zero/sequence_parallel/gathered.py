@@ -7,7 +7,7 @@ sinks, soft caps, dropout and head sizes are its own affair, and nothing has to 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -45,18 +45,19 @@ class _GatherKeys(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         layout, across = ctx.layout, ctx.across
-        message = gradients[0].new_empty(across.world, sum(gradient.numel() for gradient in gradients) // across.world)
+        sizes = [gradient.numel() // across.world for gradient in gradients]
+        dtype = reduce(torch.promote_types, (gradient.dtype for gradient in gradients))
+        message = torch.empty(across.world, sum(sizes), dtype=dtype, device=gradients[0].device)
         for sent, run in _runs_in(message, layout, gradients):
             sent.copy_(run)
-        shapes = [(*gradient.shape[:2], -1, gradient.shape[3]) for gradient in gradients]
-        sizes = [gradient.numel() // across.world for gradient in gradients]
-        wide = torch.promote_types(message.dtype, torch.float32)  # of the additions, where they are ours
-        summed = across.reduce_scatter(message.view(-1), wide, "keys").received().to(message.dtype)
-        return None, None, *(part.view(shape) for part, shape in zip(summed.split(sizes), shapes, strict=True))
+        wide = torch.promote_types(dtype, torch.float32)  # of the additions, where they are ours
+        summed = across.reduce_scatter(message.view(-1), wide, "keys").received().split(sizes)
+        parts = zip(summed, gradients, strict=True)
+        return None, None, *(part.view(*given.shape[:2], -1, given.shape[3]).to(given.dtype) for part, given in parts)
 
 
 def _runs_in(message: torch.Tensor, layout: Layout, whole: tuple[torch.Tensor, ...]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield each run of tokens of each place twice, both (batch, heads, tokens of a run, width): as a view of a message and of a tensor.
+    """Yield each run of tokens of each place as a view of a message and as a view of a tensor, both (batch, heads, tokens of a run, width).
 
     Args:
         message: A row for each place, with the tokens that it holds of each of ``whole``, (places, n).
@@ -149,8 +150,9 @@ def _gradients_of_runs(
         above: The gradient of ``out``.
     """
     of_query, heads = torch.zeros_like(query, dtype=lse.dtype), query.shape[1] // sums[0].shape[1]
-    for rows, (first, end) in zip(torch.arange(query.shape[2]).chunk(2), runs, strict=True):
-        part = slice(int(rows[0]), int(rows[-1]) + 1)
+    width = query.shape[2] // 2  # tokens of a run
+    for turn, (first, end) in enumerate(runs):
+        part = slice(turn * width, (turn + 1) * width)
         for columns, causal in ((slice(first, end), True), (slice(0, first), False)):
             if columns.stop == columns.start:
                 continue
