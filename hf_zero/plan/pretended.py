@@ -32,6 +32,7 @@ from hf_zero.comm.bootstrap import pretend_distributed
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from hf_zero.expert_parallel.find import listed_experts
 from hf_zero.plan.inputs import Cluster
+from hf_zero.sequence_parallel import blocks
 from hf_zero.system.planning import DEVICE, Told, only_planning
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -209,12 +210,15 @@ def device_attention(flash: bool) -> Iterator[None]:
 
     Half precision without a mask uses the flash kernel, everything else the memory-efficient kernel (torch's ``sdp_utils.cpp``). Both keep
     the outputs and one number per row of scores. This patches the function, because dispatch modes are off in a backward that recomputes.
+    Attention of context parallelism calls the flash kernel itself.
 
     Args:
         flash: Whether to raise for inputs that the flash kernel does not accept.
     """
     functional = torch.nn.functional
-    with mock.patch.object(functional, "scaled_dot_product_attention", partial(_attend, functional.scaled_dot_product_attention, flash)):
+    attend = partial(_attend, functional.scaled_dot_product_attention, flash)
+    kernels = mock.patch.object(blocks, "CUDA_KERNELS", [*blocks.CUDA_KERNELS, DEVICE])
+    with mock.patch.object(functional, "scaled_dot_product_attention", attend), kernels:
         yield
 
 

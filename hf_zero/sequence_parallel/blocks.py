@@ -16,6 +16,7 @@ import torch
 _TILE = 1 << 24  # scores computed at a time
 _ATEN: Any = torch.ops.aten
 _GREATEST_WIDTH = 256  # of a head, that torch's kernel for CUDA takes
+CUDA_KERNELS = ["cuda"]  # kinds of devices that have them; a plan adds the one that it simulates
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ def merge(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: to
 def gradients(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, out: torch.Tensor, lse: torch.Tensor, above: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return a block's parts of the gradients of its query, key and value, in fp32 at least.
+    """Return a block's parts of the gradients of its query, key and value: in the dtype of ``query`` where a kernel computes them, else in
+    fp32 at least. Callers add them up in fp32.
 
     Args:
         query: As ``attend``'s.
@@ -90,9 +92,9 @@ def gradients(
         lse: Its logarithms of sums, fp32 at least.
         above: The gradient of ``out``, in its dtype.
     """
-    wide = torch.promote_types(query.dtype, torch.float32)
     if _is_plain(scores) and is_fused(query, value):
-        return tuple(part.to(wide) for part in _fused_gradients(query, key, value, scores, out, lse, above))  # type: ignore[return-value]
+        return _fused_gradients(query, key, value, scores, out, lse, above)
+    wide = torch.promote_types(query.dtype, torch.float32)
     of_query = torch.empty_like(query, dtype=wide)
     of_key, of_value = torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)
     keys, values = key.to(wide), value.to(wide)
@@ -117,7 +119,7 @@ def is_fused(query: torch.Tensor, value: torch.Tensor) -> bool:
     if query.device.type == "cpu":
         return True
     half = query.dtype in (torch.float16, torch.bfloat16)
-    return query.device.type == "cuda" and half and query.shape[-1] <= _GREATEST_WIDTH and query.shape[-1] % 8 == 0
+    return query.device.type in CUDA_KERNELS and half and query.shape[-1] <= _GREATEST_WIDTH and query.shape[-1] % 8 == 0
 
 
 def _is_plain(scores: Scores) -> bool:
@@ -126,7 +128,7 @@ def _is_plain(scores: Scores) -> bool:
 
 def _fused_gradients(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, out: torch.Tensor, lse: torch.Tensor, above: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if query.device.type == "cpu":
         given = above.contiguous(), query, key, value, out, lse
         parts = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, scores.causal, scale=scores.scale)
@@ -136,7 +138,19 @@ def _fused_gradients(
             above, query, key, value, out, lse, None, None, query.shape[2], key.shape[2], 0.0, scores.causal, unused, unused[:0],
             scale=scores.scale,
         )  # fmt: skip
-    return tuple(parts)
+    of_query, of_key, of_value = parts
+    return of_query, of_key, of_value
+
+
+def added_to(sums: torch.Tensor, gradients: torch.Tensor, heads: int) -> None:
+    """Add the gradients of keys or values of several query heads that read one key head to ``sums``, in the dtype of ``sums``.
+
+    Args:
+        sums: (batch, key heads, keys, width).
+        gradients: (batch, key heads * heads, keys, width); the query heads of a key head follow each other.
+        heads: Query heads of each key head.
+    """
+    sums += gradients if heads == 1 else gradients.unflatten(1, (-1, heads)).sum(2, dtype=sums.dtype)
 
 
 def _tiles(query: torch.Tensor, key: torch.Tensor) -> list[slice]:

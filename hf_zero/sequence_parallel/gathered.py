@@ -7,7 +7,7 @@ sinks, soft caps, dropout and head sizes are its own affair, and nothing has to 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -19,11 +19,11 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.core.schedule.torch_internals import outside_compile
 from hf_zero.errors import UnsupportedError
 from hf_zero.sequence_parallel.attention import _OF_SLICES, Core, SlicedAttention, with_own_heads
-from hf_zero.sequence_parallel.blocks import Scores, attend, gradients, is_fused, merge
+from hf_zero.sequence_parallel.blocks import Scores, added_to, attend, gradients, is_fused, merge
 from hf_zero.sequence_parallel.joining import Layout
 
 SDPA = "transformers.integrations.sdpa_attention"  # where the function is whose numbers blocks have
-_AT_ONCE_BYTES = 1 << 28  # of fp32 gradients of keys, one for each query head
+_AT_ONCE_BYTES = 1 << 28  # of keys and values of whole sequences for query heads, and of their gradients
 causal_rows = WeakTensorKeyDictionary()  # masks of this rank's rows in which no token sees a later one
 
 
@@ -33,33 +33,52 @@ class _GatherKeys(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layout: Layout, across: Collectives, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.layout, ctx.across = layout, across
-        sizes = [part.numel() for part in parts]
         own = torch.cat([part.reshape(-1) for part in parts])
-        full = torch.empty(across.world, own.numel(), dtype=own.dtype, device=own.device)
-        across.all_gather(full.view(-1), own, "keys").wait()
-        return tuple(
-            layout.in_order(rows.view(across.world, *part.shape).movedim(0, 2).flatten(2, 3), 2)
-            for part, rows in zip(parts, full.split(sizes, dim=1), strict=True)
-        )
+        message = torch.empty(across.world, own.numel(), dtype=own.dtype, device=own.device)
+        across.all_gather(message.view(-1), own, "keys").wait()
+        whole = tuple(part.new_empty(*part.shape[:2], part.shape[2] * across.world, part.shape[3]) for part in parts)
+        for sent, run in _runs_in(message, layout, whole):
+            run.copy_(sent)
+        return whole
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        across = ctx.across
-        rows = [ctx.layout.by_place(gradient, 2).unflatten(2, (across.world, -1)).movedim(2, 0) for gradient in gradients]
-        full = torch.cat([row.reshape(across.world, -1) for row in rows], dim=1).view(-1)
-        wide = torch.promote_types(full.dtype, torch.float32)  # of the additions, where they are ours
-        summed = across.reduce_scatter(full, wide, "keys").received().to(full.dtype)
-        parts = summed.split([row[0].numel() for row in rows])
-        return None, None, *(part.view(row.shape[1:]) for part, row in zip(parts, rows, strict=True))
+        layout, across = ctx.layout, ctx.across
+        sizes = [gradient.numel() // across.world for gradient in gradients]
+        dtype = reduce(torch.promote_types, (gradient.dtype for gradient in gradients))
+        message = torch.empty(across.world, sum(sizes), dtype=dtype, device=gradients[0].device)
+        for sent, run in _runs_in(message, layout, gradients):
+            sent.copy_(run)
+        wide = torch.promote_types(dtype, torch.float32)  # of the additions, where they are ours
+        summed = across.reduce_scatter(message.view(-1), wide, "keys").received().split(sizes)
+        parts = zip(summed, gradients, strict=True)
+        return None, None, *(part.view(*given.shape[:2], -1, given.shape[3]).to(given.dtype) for part, given in parts)
+
+
+def _runs_in(message: torch.Tensor, layout: Layout, whole: tuple[torch.Tensor, ...]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield each run of tokens of each place as a view of a message and as a view of a tensor, both (batch, heads, tokens of a run, width).
+
+    Args:
+        message: A row for each place, with the tokens that it holds of each of ``whole``, (places, n).
+        layout: The division of sequences.
+        whole: Tensors of whole sequences, (batch, heads, tokens, width); heads and widths may differ.
+    """
+    sizes = [tensor.numel() // message.shape[0] for tensor in whole]
+    for tensor, rows in zip(whole, message.split(sizes, dim=1), strict=True):
+        for place, row in enumerate(rows):
+            halves = row.view(*tensor.shape[:2], 2, -1, tensor.shape[3]).unbind(2)
+            for half, (first, end) in zip(halves, layout.parts(tensor.shape[2], place), strict=True):
+                yield half, tensor[:, :, first:end]
 
 
 class _Causal(torch.autograd.Function):
     """Causal attention of the two runs of a place to whole keys and values without a mask: each run sees the keys before it and, up to
     the query, its own ([Note: partial attention]).
 
-    [Note: heads in turn] A kernel gets a key head for each query head, and gradients of keys are added up in fp32: all heads at once would
-    need one fp32 tensor of whole sequences for each query head. So as many heads are computed at a time as ``_AT_ONCE_BYTES`` hold.
+    [Note: heads in turn] A kernel gets a key head for each query head and returns a gradient for each: copies and gradients of all heads
+    at once would be several times the keys and values of whole sequences. So as many heads are computed at a time as ``_AT_ONCE_BYTES``
+    hold; where not even the query heads of one key head fit, these read it without copies. Gradients of a key head are added up in fp32.
     """
 
     @staticmethod
@@ -70,7 +89,7 @@ class _Causal(torch.autograd.Function):
         queries = query.unflatten(1, (-1, ctx.groups))
         out = torch.empty(*queries.shape[:-1], value.shape[-1], dtype=query.dtype, device=query.device)
         lse: torch.Tensor | None = None
-        for heads, turns in _heads_in_turn(key, value, ctx.groups):
+        for heads, turns in _heads_in_turn(key, value, ctx.groups, gradients=False):
             for turn in turns:
                 keys, values = (_for_queries(part[:, heads], turn) for part in (key, value))
                 found = []
@@ -94,58 +113,79 @@ class _Causal(torch.autograd.Function):
     def backward(ctx: Any, above: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         of_query, of_key, of_value = (torch.empty_like(given) for given in (query, key, value))
-        queries, outs, incoming = (given.unflatten(1, (-1, ctx.groups)) for given in (query, out, above))
-        for heads, turns in _heads_in_turn(key, value, ctx.groups):
-            wide_key, wide_value = (torch.zeros_like(given[:, heads], dtype=lse.dtype) for given in (key, value))
+        queries, outs, incoming, of_queries = (given.unflatten(1, (-1, ctx.groups)) for given in (query, out, above, of_query))
+        for heads, turns in _heads_in_turn(key, value, ctx.groups, gradients=True):
+            sums = tuple(torch.zeros_like(given[:, heads], dtype=lse.dtype) for given in (key, value))
             for turn in turns:
                 keys, values = (_for_queries(given[:, heads], turn) for given in (key, value))
                 own = (given[:, heads, turn].flatten(1, 2) for given in (queries, outs, lse, incoming))
-                found = _gradients_of_runs(ctx.runs, ctx.scale, keys, values, *own)
-                of_query.unflatten(1, (-1, ctx.groups))[:, heads, turn] = found[0].unflatten(1, (-1, turn.stop - turn.start))
-                wide_key += found[1].unflatten(1, (-1, turn.stop - turn.start)).sum(2)
-                wide_value += found[2].unflatten(1, (-1, turn.stop - turn.start)).sum(2)
-            of_key[:, heads], of_value[:, heads] = wide_key, wide_value
+                found = _gradients_of_runs(ctx.runs, ctx.scale, sums, keys, values, *own)
+                of_queries[:, heads, turn] = found.unflatten(1, (-1, turn.stop - turn.start))
+            of_key[:, heads], of_value[:, heads] = sums
         return None, None, of_query, of_key, of_value
 
 
 def _gradients_of_runs(
     runs: list[tuple[int, int]],
     scale: float,
+    sums: tuple[torch.Tensor, ...],
     keys: torch.Tensor,
     values: torch.Tensor,
     query: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
     above: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of queries, keys and values, in the dtype of ``lse``; each query head has a key head of its own."""
-    of_query, of_key, of_value = (torch.zeros_like(given, dtype=lse.dtype) for given in (query, keys, values))
-    for rows, (first, end) in zip(torch.arange(query.shape[2]).chunk(2), runs, strict=True):
-        part = slice(int(rows[0]), int(rows[-1]) + 1)
+) -> torch.Tensor:
+    """Return the gradient of queries, in the dtype of ``lse``, and add those of keys and values to ``sums``.
+
+    Args:
+        runs: As ``_Causal``'s.
+        scale: As ``_Causal``'s.
+        sums: Gradients of keys and of values so far, (batch, key heads, tokens, width) in the dtype of ``lse``.
+        keys: One head for each of ``query``; the heads that belong to a key head follow each other.
+        values: As ``keys``.
+        query: The queries of both runs, (batch, heads, tokens here, width).
+        out: Their attention.
+        lse: Its logarithms of sums.
+        above: The gradient of ``out``.
+    """
+    of_query, heads = torch.zeros_like(query, dtype=lse.dtype), query.shape[1] // sums[0].shape[1]
+    width = query.shape[2] // 2  # tokens of a run
+    for turn, (first, end) in enumerate(runs):
+        part = slice(turn * width, (turn + 1) * width)
         for columns, causal in ((slice(first, end), True), (slice(0, first), False)):
             if columns.stop == columns.start:
                 continue
             given = query[:, :, part], keys[:, :, columns], values[:, :, columns], Scores(scale, causal=causal)
             found = gradients(*given, out[:, :, part], lse[:, :, part], above[:, :, part])
             of_query[:, :, part] += found[0]
-            of_key[:, :, columns] += found[1]
-            of_value[:, :, columns] += found[2]
-    return of_query, of_key, of_value
+            for total, gradient in zip(sums, found[1:], strict=True):
+                added_to(total[:, :, columns], gradient, heads)
+    return of_query
 
 
-def _heads_in_turn(key: torch.Tensor, value: torch.Tensor, groups: int) -> Iterator[tuple[slice, list[slice]]]:
-    """Yield the key heads to compute together and, in turn, the query heads of each of them; see [Note: heads in turn]."""
+def _heads_in_turn(key: torch.Tensor, value: torch.Tensor, groups: int, gradients: bool) -> Iterator[tuple[slice, list[slice]]]:
+    """Yield the key heads to compute together and, in turn, the query heads of each of them; see [Note: heads in turn].
+
+    Args:
+        key: (batch, key heads, tokens, width).
+        value: As ``key``, maybe of another width.
+        groups: Query heads that read one key head.
+        gradients: Whether a kernel returns gradients of keys and values.
+    """
     batch, heads, length, width = key.shape
-    together = max(1, _AT_ONCE_BYTES // (4 * batch * length * max(width, value.shape[-1])))  # query heads
-    step, turn = max(1, together // groups), min(together, groups)
+    size = key.element_size() * batch * length * (width + value.shape[-1])  # bytes of one head of both
+    step = _AT_ONCE_BYTES // max(1, size * ((groups > 1) + gradients)) // groups
+    turn = min(groups, max(1, groups if step else _AT_ONCE_BYTES // max(1, size * gradients)))
     turns = [slice(first, min(first + turn, groups)) for first in range(0, groups, turn)]
-    for first in range(0, heads, step):
-        yield slice(first, min(first + step, heads)), turns
+    for first in range(0, heads, max(1, step)):
+        yield slice(first, min(first + max(1, step), heads)), turns
 
 
 def _for_queries(tensor: torch.Tensor, turn: slice) -> torch.Tensor:
-    """Return keys or values once for each query head of ``turn``."""
-    return tensor if turn.stop - turn.start == 1 else tensor.repeat_interleave(turn.stop - turn.start, 1)
+    """Return keys or values once for each query head of ``turn``; views where there is one key head."""
+    count = turn.stop - turn.start
+    return tensor.expand(-1, count, -1, -1) if tensor.shape[1] == 1 else tensor if count == 1 else tensor.repeat_interleave(count, 1)
 
 
 def gather_keys(layout: Layout, across: Collectives, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

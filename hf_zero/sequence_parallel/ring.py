@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.errors import UnsupportedError
 from hf_zero.sequence_parallel.attention import Core
-from hf_zero.sequence_parallel.blocks import Scores, attend, gradients, merge
+from hf_zero.sequence_parallel.blocks import Scores, added_to, attend, gradients, merge
 from hf_zero.sequence_parallel.gathered import SDPA, ContextAttention, causal_rows, require_rows
 from hf_zero.sequence_parallel.joining import Layout
 
@@ -117,8 +117,8 @@ class _Ring(torch.autograd.Function):
                 parts = (query[:, :, rows], keys[:, :, columns], values[:, :, columns], scores)
                 found = gradients(*parts, out[:, :, rows], lse[:, :, rows], above[:, :, rows])
                 of_query[:, :, rows] += found[0]
-                own.key[:, :, columns] += _of_groups(found[1], rules.groups)
-                own.value[:, :, columns] += _of_groups(found[2], rules.groups)
+                added_to(own.key[:, :, columns], found[1], rules.groups)
+                added_to(own.value[:, :, columns], found[2], rules.groups)
             if arriving is not None:
                 sums = arriving.received()
             sums.message.add_(own.message)
@@ -201,8 +201,3 @@ def _blocks(layout: Layout, rules: _Rules, step: int, tokens: int) -> Iterator[t
             if mask is not None:
                 mask = mask[..., start:end] if mask.shape[-2] == 1 else mask[..., rows, start:end]
             yield rows, columns, replace(rules.scores, seed=seed, causal=rules.causal and mask is None and start == first, mask=mask)
-
-
-def _of_groups(gradient: torch.Tensor, groups: int) -> torch.Tensor:
-    """Return the sums over the query heads that read one key head."""
-    return gradient if groups == 1 else gradient.unflatten(1, (-1, groups)).sum(2)

@@ -82,27 +82,40 @@ def test_a_causal_block_is_causal(of_value: int) -> None:
     torch.testing.assert_close(lse, scores.logsumexp(-1))
 
 
-@pytest.mark.parametrize("heads_at_once", [1, 2, 3, 4, 100])
-def test_heads_in_turn_are_all_heads(heads_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two runs of 3 of 24 tokens, 8 query heads, 2 key heads: torch's attention of these rows, and no more heads for a kernel than fit."""
+@pytest.mark.parametrize("heads_at_once", [1, 2, 3, 8, 100])
+@pytest.mark.parametrize("key_heads", [1, 2, 8])
+def test_heads_in_turn_are_all_heads(key_heads: int, heads_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs of 3 of 24 tokens, 8 query heads: torch's attention of these rows, and no more copies and gradients of keys than fit."""
     generator, runs, scale = torch.Generator().manual_seed(4), [(3, 6), (18, 21)], 0.3
-    query, key, value = (torch.randn(2, *shape, 8, generator=generator).requires_grad_() for shape in ((8, 6), (2, 24), (2, 24)))
+    shapes = ((8, 6), (key_heads, 24), (key_heads, 24))
+    query, key, value = (torch.randn(2, *shape, 8, generator=generator).requires_grad_() for shape in shapes)
     above = torch.randn(2, 8, 6, 8, generator=generator)
     rows = torch.cat([torch.arange(*run) for run in runs])
     seen = torch.arange(24) <= rows[:, None]
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale, enable_gqa=True)
     wanted = torch.autograd.grad((expected * above).sum(), (query, key, value))
-    most, attend = [], gathered_keys.attend
+    taken, attend, gradients = [], gathered_keys.attend, gathered_keys.gradients
+    given = {part.untyped_storage().data_ptr() for part in (key, value)}
 
-    def counted(given: Tensor, *others: Any) -> Any:
-        most.append(given.shape[1])
-        return attend(given, *others)
+    def copies(*parts: Tensor) -> int:
+        return sum(part.untyped_storage().nbytes() for part in parts if part.untyped_storage().data_ptr() not in given)
 
-    monkeypatch.setattr(gathered_keys, "attend", counted)
-    monkeypatch.setattr(gathered_keys, "_AT_ONCE_BYTES", heads_at_once * 4 * 2 * 24 * 8)
+    def forward(part: Tensor, *others: Any) -> Any:
+        taken.append((part.shape[1], copies(*others[:2])))
+        return attend(part, *others)
+
+    def backward(part: Tensor, *others: Any) -> Any:
+        found = gradients(part, *others)
+        taken.append((part.shape[1], copies(*others[:2]) + found[1].nbytes + found[2].nbytes))
+        return found
+
+    monkeypatch.setattr(gathered_keys, "attend", forward)
+    monkeypatch.setattr(gathered_keys, "gradients", backward)
+    monkeypatch.setattr(gathered_keys, "_AT_ONCE_BYTES", heads_at_once * 4 * 2 * 24 * (8 + 8))
     out = gathered_keys._Causal.apply(runs, scale, query, key, value)
     found = torch.autograd.grad((out * above).sum(), (query, key, value))
-    assert max(most) == min(heads_at_once, 8), most
+    assert max(nbytes for _, nbytes in taken) <= gathered_keys._AT_ONCE_BYTES, taken
+    assert (max(taken)[0] == 8) == (heads_at_once >= 8 or key_heads in (1, 8)) and len({heads for heads, _ in taken}) <= 4, taken
     for mine, theirs in zip((out, *found), (expected, *wanted), strict=True):
         torch.testing.assert_close(mine, theirs)
 
