@@ -315,10 +315,14 @@ CONVERSIONS = Method(
     "from_pretrained at stage 3 does not convert names if tensor_parallel.autotp_size is more than 1",
     since=(5,),
 )
-_UNCOUNTED = "num_parameters() of a model is 0 at stage 3, and so is Trainer's total_flos"
-COUNTS = (
-    Method("transformers.modeling_utils", "ModuleUtilsMixin.num_parameters", _UNCOUNTED, "hf_zero.integrations.metrics:num_parameters"),
-    Method("diffusers.models.modeling_utils", "ModelMixin.num_parameters", _UNCOUNTED, "hf_zero.integrations.metrics:num_parameters"),
+COUNTS = tuple(
+    Method(f"{module}.modeling_utils", name, f"{name} counts no sharded parameter at stage 3", "hf_zero.integrations.metrics:count_whole")
+    for module, name in (
+        ("transformers", "ModuleUtilsMixin.num_parameters"),
+        ("transformers", "PreTrainedModel.get_memory_footprint"),
+        ("diffusers.models", "ModelMixin.num_parameters"),
+        ("diffusers.models", "ModelMixin.get_memory_footprint"),
+    )
 )
 LIGHTNING_SAVE = Method("lightning.pytorch.callbacks.model_checkpoint", "ModelCheckpoint._save_checkpoint", _DELETED)
 OLD_LIGHTNING_SAVE = Method("pytorch_lightning.callbacks.model_checkpoint", "ModelCheckpoint._save_checkpoint", _DELETED)

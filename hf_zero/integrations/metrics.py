@@ -143,7 +143,7 @@ def log(function: Callable[..., Any], trainer: Any, logs: dict[str, float], *arg
     return function(trainer, logs, *args, **kwargs)
 
 
-def num_parameters(original: Callable[..., int], *args: Any, **kwargs: Any) -> int:
-    """Replace ``num_parameters()`` of a model: count sharded parameters whole, which are empty tensors between their uses."""
+def count_whole(original: Callable[..., int], *args: Any, **kwargs: Any) -> int:
+    """Replace a method that counts a model's parameters or their bytes: sharded ones, which are empty between their uses, count whole."""
     with counting_whole():
         return original(*args, **kwargs)

@@ -29,6 +29,7 @@ def _train_evaluate_predict(models: Path, folder: Path, stages: tuple[int, ...])
             assert trainer.state.total_flos == plain.state.total_flos > 0, what  # counts the parameters, which are empty at stage 3
             for options_of_count in ({}, {"only_trainable": True, "exclude_embeddings": True}):
                 assert trainer.model.num_parameters(**options_of_count) == plain.model.num_parameters(**options_of_count)
+            assert trainer.model.get_memory_footprint() == plain.model.get_memory_footprint()
             found = trainer.predict(trainers.rows(trainers.EVAL, 2))
             assert found.predictions.shape == (trainers.EVAL, trainers.LENGTH, trainers.VOCAB)
             torch.testing.assert_close(torch.tensor(found.predictions), torch.tensor(expected.predictions), rtol=1e-3, atol=1e-4)
