@@ -14,8 +14,8 @@ from hf_zero.errors import UnsupportedError
 def clip_gradients(method: Callable[..., Any], precision: Any, optimizer: Any, clip_val: float = 0.0, algorithm: Any = "norm") -> None:
     """Replace ``DeepSpeedPrecision.clip_gradients``, which does nothing: clip to ``clip_val`` unless the engine's step does; collective.
 
-    Lightning calls it from ``LightningModule.clip_gradients`` (manual optimization, ``configure_gradient_clipping``). A number of the Trainer
-    is the engine's ``gradient_clipping`` already. In the middle of an accumulation there is nothing to clip yet.
+    Lightning calls it from ``LightningModule.clip_gradients`` (manual optimization, ``configure_gradient_clipping``). A number of the
+    Trainer is the engine's ``gradient_clipping`` already. In the middle of an accumulation there is nothing to clip yet.
 
     Raises:
         UnsupportedError: Gradients are to be clipped by value.

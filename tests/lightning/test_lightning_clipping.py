@@ -59,7 +59,13 @@ def fit(folder: str, strategy: Any, manual: bool, algorithm: str = "norm", accum
     module = make_module(manual, algorithm)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
     trainer = lightning.Trainer(
-        accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, default_root_dir=folder, accumulate_grad_batches=accumulation, **quiet
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_epochs=1,
+        default_root_dir=folder,
+        accumulate_grad_batches=accumulation,
+        **quiet,
     )
     trainer.fit(module, DataLoader(data, batch_size=2))
     return list(module.losses)
