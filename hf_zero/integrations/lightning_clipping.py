@@ -20,7 +20,7 @@ def clip_gradients(method: Callable[..., Any], precision: Any, optimizer: Any, c
     Raises:
         UnsupportedError: Gradients are to be clipped by value.
     """
-    held = optimizer if isinstance(optimizer, DeepSpeedOptimizer) else getattr(optimizer, "optimizer", None)
+    held: Any = optimizer if isinstance(optimizer, DeepSpeedOptimizer) else getattr(optimizer, "optimizer", None)
     engine = held._engine() if isinstance(held, DeepSpeedOptimizer) else None
     if engine is None:
         method(precision, optimizer, clip_val, algorithm)
