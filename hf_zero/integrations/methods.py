@@ -342,6 +342,16 @@ LIGHTNING_SIGNALS = (
     *_of_lightning("loops.training_epoch_loop", "_TrainingEpochLoop.on_advance_end", "on_advance_end"),
     *_of_lightning("trainer.connectors.signal_connector", "_SignalConnector.register_signal_handlers", "register_signal_handlers"),
 )
+LIGHTNING_CLIPPING = tuple(
+    Method(
+        f"{package}.plugins.precision.deepspeed",
+        "DeepSpeedPrecision.clip_gradients",
+        "clip_gradients() of a LightningModule does nothing",
+        around="hf_zero.integrations.lightning_clipping:clip_gradients",
+        since=(2,),
+    )
+    for package in ("lightning.pytorch", "pytorch_lightning")
+)
 # In the modules that use it: they may be imported before hf_zero wraps anything.
 HASHES = tuple(
     Method(
@@ -357,8 +367,8 @@ HASHES = tuple(
 METHODS = (
     NO_SYNC, STATE, ACCELERATOR_STATE, PLUGIN, INIT_SWITCH, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, STATE_DICT, SAVE_STATE, TRAIN,
     LOG, EVALUATE, BUILD, BUILD_FOR_LOAD, MISSING_KEYS, TIE, SAVE_MODEL, LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES, TOKENS,
-    STEP_END, SAVE_CHECKPOINT, JIT, LIGHTNING_SAVE, OLD_LIGHTNING_SAVE, *LIGHTNING_FITS, *LIGHTNING_SIGNALS, SAYS, BACKWARD,
-    BACKWARD_OF_SEVERAL, PREPARE_ONE, STEP,
+    STEP_END, SAVE_CHECKPOINT, JIT, LIGHTNING_SAVE, OLD_LIGHTNING_SAVE, *LIGHTNING_FITS, *LIGHTNING_SIGNALS, *LIGHTNING_CLIPPING, SAYS,
+    BACKWARD, BACKWARD_OF_SEVERAL, PREPARE_ONE, STEP,
     ZERO_GRAD, NORM, CLIP,
     FILL, PROCESS, OPTIMIZERS, FILL_SHARDED, CONFIGURATION, ARGUMENTS, AGENT, CONTEXT_SIZE, PREPARE_CP, CONTEXT, CONTEXT_INPUTS,
     PARALLELISM, RECURRENT, INPUTS, *HASHES, *COUNTS,

@@ -1,0 +1,88 @@
+"""``LightningModule.clip_gradients`` clips as under DistributedDataParallel; Lightning's DeepSpeed precision leaves it out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.support import ranks
+
+pytest.importorskip("lightning")
+
+CLIP = 0.05
+
+
+def make_module(manual: bool, algorithm: str = "norm") -> Any:
+    import lightning
+
+    class Module(lightning.LightningModule):
+        """A small network that clips by itself: in its own loop, or in ``configure_gradient_clipping``."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = not manual
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+            self.losses: list[float] = []
+
+        def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor | None:
+            loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+            self.losses.append(loss.item())
+            if self.automatic_optimization:
+                return loss
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, CLIP, algorithm)
+            optimizer.step()
+            return None
+
+        def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:
+            self.clip_gradients(optimizer, CLIP, algorithm)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.net.parameters(), lr=1.0)
+
+    return Module()
+
+
+def fit(folder: str, strategy: Any, manual: bool, algorithm: str = "norm", accumulation: int = 1) -> list[float]:
+    import lightning
+
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(24, 4, generator=generator), torch.randn(24, 2, generator=generator))
+    module = make_module(manual, algorithm)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_epochs=1,
+        default_root_dir=folder,
+        accumulate_grad_batches=accumulation,
+        **quiet,
+    )
+    trainer.fit(module, DataLoader(data, batch_size=2))
+    return list(module.losses)
+
+
+def check_clipping(folder: str) -> None:
+    from hf_zero.errors import UnsupportedError
+    from hf_zero.integrations import ZeroStrategy
+
+    for manual, accumulation in ((True, 1), (False, 1), (False, 2)):
+        expected = fit(folder, "ddp", manual, accumulation=accumulation)
+        for stage in (0, 2, 3):
+            found = fit(folder, ZeroStrategy(stage=stage), manual, accumulation=accumulation)
+            assert found == pytest.approx(expected, rel=1e-5), f"manual {manual}, accumulation {accumulation}, stage {stage}"
+    with pytest.raises(UnsupportedError, match="clips by their norm"):
+        fit(folder, ZeroStrategy(stage=2), True, "value")
+
+
+def test_clipping_of_the_module_is_that_of_ddp(tmp_path: Path) -> None:
+    ranks.run_ranks(check_clipping, 2, str(tmp_path), group=False)
