@@ -19,7 +19,7 @@ not supported.
 
 The same message carries the number of a signal that a rank has received (``system/signals.py``, [Note: signals]), so all ranks know of it
 at the same step. ``core/engine_parts.py`` keeps it for an engine, and ``integrations/preemption.py`` ([Note: preemption]) describes who
-saves then (a script that checks, the engine itself, Trainer, Lightning in ``lightning_signals``) and how all ranks end together. Ranks
+saves then (a script that checks, the engine itself, Trainer, Lightning in ``lightning_methods``) and how all ranks end together. Ranks
 that hold one model together vote once more among themselves.
 
 A long wait is reported while it lasts: a thread beside the training (``comm/hang_watch.py``, [Note: long waits]) observes the other

@@ -330,7 +330,7 @@ OLD_LIGHTNING_SAVE = Method("pytorch_lightning.callbacks.model_checkpoint", "Mod
 
 def _of_lightning(module: str, name: str, around: str, seen: bool = False) -> tuple[Method, Method]:
     """Return the entries of a method of Lightning, one for each of Lightning's two package names."""
-    around = f"hf_zero.integrations.lightning_signals:{around}"
+    around = f"hf_zero.integrations.lightning_methods:{around}"
     return (
         Method(f"lightning.pytorch.{module}", name, _UNSAVED, around, seen, (2,)),
         Method(f"pytorch_lightning.{module}", name, _UNSAVED, around, seen, (2,)),
@@ -347,7 +347,7 @@ LIGHTNING_CLIPPING = tuple(
         f"{package}.plugins.precision.deepspeed",
         "DeepSpeedPrecision.clip_gradients",
         "clip_gradients() of a LightningModule does nothing",
-        around="hf_zero.integrations.lightning_clipping:clip_gradients",
+        around="hf_zero.integrations.lightning_methods:clip_gradients",
         since=(2,),
     )
     for package in ("lightning.pytorch", "pytorch_lightning")

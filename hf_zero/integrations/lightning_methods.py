@@ -1,9 +1,9 @@
-"""Handle signals to the ranks of Lightning's Trainer: the ranks vote at the next optimizer step, instead of running Lightning's handlers.
+"""Replace methods of Lightning's Trainer: signals to its ranks, and gradients that a module clips by itself.
 
 Lightning's handler of SIGTERM issues a broadcast, and its handler of Slurm's signal saves a checkpoint. Both interrupt the rank at an
-arbitrary point, so the collectives of different ranks would not match. Here the signal is only recorded. After the batch at whose step the
-ranks agree to end, Lightning's checkpoint for clusters is written: ``hpc_ckpt_<n>.ckpt`` in ``default_root_dir``.
-``fit(ckpt_path="hpc")`` resumes from it; on Slurm Lightning resumes from it by itself.
+arbitrary point, so the collectives of different ranks would not match. Here the signal is only recorded, and the ranks vote at the next
+optimizer step. After the batch at whose step they agree to end, Lightning's checkpoint for clusters is written: ``hpc_ckpt_<n>.ckpt`` in
+``default_root_dir``. ``fit(ckpt_path="hpc")`` resumes from it; on Slurm Lightning resumes from it by itself.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from hf_zero.deepspeed.configured import ConfiguredEngine
+from hf_zero.deepspeed.optimizer import DeepSpeedOptimizer
+from hf_zero.errors import UnsupportedError
 from hf_zero.integrations.preemption import end_preempted
 from hf_zero.system import signals
 
@@ -87,3 +91,28 @@ def on_advance_end(function: Callable[..., Any], loop: Any, *args: Any, **kwargs
     else:
         trainer.save_checkpoint(path)
     end_preempted()
+
+
+def clip_gradients(method: Callable[..., Any], precision: Any, optimizer: Any, clip_val: float = 0.0, algorithm: Any = "norm") -> None:
+    """Replace ``DeepSpeedPrecision.clip_gradients``, which does nothing: clip to ``clip_val`` unless the engine's step does; collective.
+
+    Lightning calls it from ``LightningModule.clip_gradients`` (manual optimization, ``configure_gradient_clipping``). A number of the
+    Trainer is the engine's ``gradient_clipping`` already. In the middle of an accumulation there is nothing to clip yet.
+
+    Raises:
+        UnsupportedError: Gradients are to be clipped by value.
+    """
+    held: Any = optimizer if isinstance(optimizer, DeepSpeedOptimizer) else getattr(optimizer, "optimizer", None)
+    engine = held._engine() if isinstance(held, DeepSpeedOptimizer) else None
+    if engine is None:
+        method(precision, optimizer, clip_val, algorithm)
+        return
+    if not clip_val or clip_val <= 0:
+        return
+    if str(getattr(algorithm, "value", algorithm)) != "norm":
+        raise UnsupportedError(
+            f"clip_gradients(gradient_clip_algorithm={str(getattr(algorithm, 'value', algorithm))!r}) is not supported: gradients are "
+            'sharded, and the engine clips by their norm. Use "norm"'
+        )
+    if clip_val != engine.gradient_clipping() and engine.accumulation.awaits_update:
+        torch.nn.utils.clip_grad_norm_([tensor for group in held.param_groups for tensor in group["params"]], clip_val)
