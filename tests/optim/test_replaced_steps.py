@@ -176,8 +176,11 @@ def _second_optimizer(averages: bool, stage: int) -> None:
     last = list(script.model[2].parameters())
     if ranks.rank() == 0:
         last[1].data += 1  # rank 0's values are used
-    config = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": stage}, "gradient_clipping": 0}
-    first, second = torch.optim.SGD(script.model[:2].parameters(), lr=0.1), torch.optim.SGD(last, lr=0.1)
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 20}
+    config = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": zero, "gradient_clipping": 0}
+    frozen = nn.Parameter(torch.ones(100), requires_grad=False)  # sharded at stage 3; the second optimizer finds no gradient of it
+    first, second = torch.optim.SGD(script.model[:2].parameters(), lr=0.1), torch.optim.SGD([*last, frozen], lr=0.1)
+    script.model[1].register_parameter("frozen", frozen)
     engine = hf_zero.initialize(model=script.model, optimizer=first, config=config)[0]
     for step in range(3):
         engine.backward(engine(torch.full((3, 4), float(ranks.rank() + 1))).square().mean())

@@ -19,7 +19,7 @@ from hf_zero.core.optimizer.clones import clone, options_of
 from hf_zero.core.optimizer.master_parts import MasterParts
 from hf_zero.core.schedule.gathered_parameters import checksum
 from hf_zero.core.units.registration import network_of_loose, noted_loose
-from hf_zero.core.units.unit import Unit, find_unit, trained_of
+from hf_zero.core.units.unit import Unit, find_unit, is_sharded, trained_of
 from hf_zero.core.units.values import publish
 from hf_zero.errors import StateError
 
@@ -336,6 +336,8 @@ class _ForeignSteps:
         Nothing averages the gradients of these parameters over ranks, unless the script does.
         """
         for param in _params_of(optimizer):
+            if is_sharded(param) or param.grad is None:  # not updated
+                continue
             if (owner := find_unit(param)) is not None:
                 unit, index = owner
                 if not unit.trainable and not unit.gathers and unit.collectives.data.world > 1:
