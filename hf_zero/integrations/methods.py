@@ -328,12 +328,12 @@ LIGHTNING_SAVE = Method("lightning.pytorch.callbacks.model_checkpoint", "ModelCh
 OLD_LIGHTNING_SAVE = Method("pytorch_lightning.callbacks.model_checkpoint", "ModelCheckpoint._save_checkpoint", _DELETED)
 
 
-def _of_lightning(module: str, name: str, around: str, seen: bool = False) -> tuple[Method, Method]:
+def _of_lightning(module: str, name: str, around: str, seen: bool = False, loss: str = _UNSAVED) -> tuple[Method, Method]:
     """Return the entries of a method of Lightning, one for each of Lightning's two package names."""
     around = f"hf_zero.integrations.lightning_methods:{around}"
     return (
-        Method(f"lightning.pytorch.{module}", name, _UNSAVED, around, seen, (2,)),
-        Method(f"pytorch_lightning.{module}", name, _UNSAVED, around, seen, (2,)),
+        Method(f"lightning.pytorch.{module}", name, loss, around, seen, (2,)),
+        Method(f"pytorch_lightning.{module}", name, loss, around, seen, (2,)),
     )
 
 
@@ -342,15 +342,11 @@ LIGHTNING_SIGNALS = (
     *_of_lightning("loops.training_epoch_loop", "_TrainingEpochLoop.on_advance_end", "on_advance_end"),
     *_of_lightning("trainer.connectors.signal_connector", "_SignalConnector.register_signal_handlers", "register_signal_handlers"),
 )
-LIGHTNING_CLIPPING = tuple(
-    Method(
-        f"{package}.plugins.precision.deepspeed",
-        "DeepSpeedPrecision.clip_gradients",
-        "clip_gradients() of a LightningModule does nothing",
-        around="hf_zero.integrations.lightning_methods:clip_gradients",
-        since=(2,),
-    )
-    for package in ("lightning.pytorch", "pytorch_lightning")
+LIGHTNING_CLIPPING = _of_lightning(
+    "plugins.precision.deepspeed",
+    "DeepSpeedPrecision.clip_gradients",
+    "clip_gradients",
+    loss="clip_gradients() of a LightningModule does nothing",
 )
 # In the modules that use it: they may be imported before hf_zero wraps anything.
 HASHES = tuple(

@@ -1,5 +1,5 @@
 """Count each sample once in metrics under tensor parallelism, pipelines and context parallelism, whose ranks share samples; add an
-engine's measurements to Trainer's logs, and so to every tracker that Trainer reports to.
+engine's measurements to Trainer's logs, and so to every tracker that Trainer reports to; count the parameters of a sharded model whole.
 [Note: metrics] accelerate divides samples over groups of ranks if the configuration has ``autotp_size``, but ``gather_for_metrics``
 (with which Trainer evaluates and predicts) joins the tensors of all ranks. Each sample would appear once per rank of its group, and the
 rows that pad the last batch would be cut off at the wrong place. So for an Accelerator that has prepared such an engine, the result of

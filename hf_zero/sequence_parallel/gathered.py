@@ -175,8 +175,9 @@ def _heads_in_turn(key: torch.Tensor, value: torch.Tensor, groups: int, gradient
     """
     batch, heads, length, width = key.shape
     size = key.element_size() * batch * length * (width + value.shape[-1])  # bytes of one head of both
-    step = _AT_ONCE_BYTES // max(1, size * ((groups > 1) + gradients)) // groups
-    turn = min(groups, max(1, groups if step else _AT_ONCE_BYTES // max(1, size * gradients)))
+    copied, returned = size * (groups > 1), size * gradients  # for each query head
+    step = _AT_ONCE_BYTES // max(1, (copied + returned) * groups)  # key heads whose query heads fit; 0 if those of one do not
+    turn = groups if step else min(groups, max(1, _AT_ONCE_BYTES // max(1, returned)))
     turns = [slice(first, min(first + turn, groups)) for first in range(0, groups, turn)]
     for first in range(0, heads, max(1, step)):
         yield slice(first, min(first + max(1, step), heads)), turns

@@ -20,9 +20,9 @@ at the end of each pass, and ranks that need no other pass take part in the all-
   backward no output announces in time is unsharded together with the block before it, and where no output can be found at all, autograd
   keeps the memory. Recomputation under activation checkpointing unshards through the same pass and never reshards.
 - A submodule that is called by itself is unsharded for its own call. A parameter read by a module that does not own it is either declared
-  with ``register_external_parameter``, or noticed when its attribute is read (``outside_reads.py``), and unsharded. After the forward, the
-  attribute lookup communicates nothing and shows shape, type and device ([Note: late values]); the first computation with the parameter
-  unshards it, by a vote ([Note: reads behind the forward]).
+  with ``register_external_parameter``, or noticed when its attribute is read or, if it was found by iteration, when code computes with it
+  (``outside_reads.py``), and unsharded. After the forward, the attribute lookup communicates nothing and shows shape, type and device
+  ([Note: late values]); the first computation with the parameter unshards it, by a vote ([Note: reads behind the forward]).
 - In backward, no block below the last block with trained parameters is unsharded unless a rank requests it ([Note: below what trains]): one
   vote replaces the gathers of a frozen backbone.
 - After a step whose updates may still be running (``hf_zero.offload_overlap``), the prefetches of the first forward are issued after the

@@ -164,8 +164,8 @@ class OutsideReads:
     def bring(self, param: nn.Parameter) -> bool:
         """Unshard ``param`` if the model's forward, its loss or a recomputation computes with it, and return whether it is unsharded.
 
-        Code that iterates over ``named_parameters()`` (the penalty in AdaLoRA's forward) looks no attribute up, so that no guard has seen
-        its read. Collective where it unshards.
+        Code that iterates over ``named_parameters()`` (a penalty on all weights) looks no attribute up, so no guard notices its reads.
+        Collective where it unshards.
         """
         if not self._wants_values():
             return False

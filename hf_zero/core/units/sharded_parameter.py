@@ -269,8 +269,9 @@ class _Empty(_Waiting):
 
     [Note: the class of an empty parameter] A parameter is an empty tensor between its uses at stage 3, and torch computes with empty
     tensors: a sum is 0, a copy is empty, a comparison is true. So a parameter has another class while it is empty, whose
-    ``__torch_function__`` allows questions about shape, type, device and gradient, and otherwise raises with the parameter's name. Size and
-    number of elements are those of the empty tensor, by which libraries recognise it. ``dim()`` is that of the whole parameter: otherwise a
+    ``__torch_function__`` allows questions about shape, type, device and gradient. Other operations unshard the parameter in the model's
+    forward and the loss after it, and elsewhere raise with the parameter's name. Size and number of elements are those of the empty tensor,
+    by which libraries recognise it. ``dim()`` is that of the whole parameter: otherwise a
     script that selects matrices by it (``if p.dim() > 1``, for weight decay or a penalty) would leave out all that are sharded. ``data``
     and ``detach()`` return tensors that also raise (``EmptyValues``), and so do conversions while gradients are off: ``nn.Module.cpu()``
     and similar methods convert each parameter under ``no_grad`` and assign the result to ``data``, which changes nothing. torch compares an
@@ -394,10 +395,10 @@ _DATA: Any = torch.Tensor.data
 
 
 def _without_values(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Return the result of an operation on an empty parameter if it needs no values, or raise.
+    """Return the result of an operation on an empty parameter if it needs no values or the engine unshards the parameter, or raise.
 
     Raises:
-        StateError: The operation needs values; the message names the parameter.
+        StateError: The operation needs values, outside of the model's forward and its loss; the message names the parameter.
     """
     param = args[0] if args and isinstance(args[0], _Empty) else next(_empty_ones(args, kwargs))
     if func in _DIMENSIONS:
