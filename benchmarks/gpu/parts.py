@@ -107,6 +107,7 @@ def parts(device: str, toy: bool, gpus: int = 1) -> list[Part]:
         Part("triton", [*jobs, "--worlds", "1", "--jobs", "parity"], 300, {**own, "HF_ZERO_TRITON": "1"}, needs_gpu=True, alone=False),
         *([replace(several, command=[*jobs, "--worlds", *(str(world) for world in (2, 4) if world <= gpus)])] if gpus > 1 else [several]),
         Part("compiled", [*steps, "compiled"], 560),
+        Part("wide", [*steps, "wide"], 400),
         Part("lora", [*steps, "lora"], 400),
         Part("xl-bf16", [*ours, "bf16", "--trace", "{scratch}/" + TRACE], 450),
         Part("xl-peers", peers, 560),

@@ -2,12 +2,14 @@
 
     python -m benchmarks.steps.step_time_gpu --json benchmarks/results/step_time_gpu.json
     python -m benchmarks.steps.step_time_gpu --table compiled --json benchmarks/results/compiled_gpu.json
+    python -m benchmarks.steps.step_time_gpu --table wide --json benchmarks/results/wide_gpu.json
     python -m benchmarks.steps.step_time_gpu --table lora --json benchmarks/results/lora_gpu.json
     python -m benchmarks.steps.step_time_gpu --peer-python /path/to/venv/bin/python          # adds DeepSpeed from that venv
     python -m benchmarks.steps.step_time_gpu --device cpu --toy                              # the same code at toy size, without a GPU
 
 Tables: ``eager`` trains 1.1 B parameters as transformers runs them; ``compiled`` the same under torch.compile, with torchao's float8 and
-with Liger's kernels; ``lora`` trains adapters on a frozen base of 8 B parameters.
+with Liger's kernels; ``wide`` eight compiled layers of the sizes of 8 B parameters, in bf16 and float8; ``lora`` trains adapters on a
+frozen base of 8 B parameters.
 
 One rank per GPU. Contenders train one after the other in processes of their own, because their states do not fit side by side. All train
 in bf16 with fp32 masters, clip the norm at 1 and step with ``torch.optim.AdamW(fused=True)``: DDP keeps fp32 parameters and casts
@@ -28,6 +30,7 @@ from benchmarks.common.tables import ResultTable, machine
 
 LLAMA = {"layers": 22, "width": 2048, "heads": 32, "vocab": 32000, "length": 2048, "batch": 4}
 LLAMA_8B = {"layers": 32, "width": 4096, "inner": 14336, "heads": 32, "kv_heads": 8, "vocab": 128256, "length": 2048, "batch": 2}
+LLAMA_WIDE = {**LLAMA_8B, "layers": 8, "vocab": 32000, "batch": 4}
 TOY = {"layers": 2, "width": 64, "heads": 4, "vocab": 512, "length": 16, "batch": 2}
 COLUMNS = ["contender", "s/step", "ratio", "tokens/s", "MFU", "peak GPU GiB", "first step s", "loss"]
 Contender = tuple[str, dict[str, Any]]
@@ -57,6 +60,10 @@ class Table:
 
 
 BLOCKS: dict[str, Any] = {"compiled": "blocks"}
+_COMPILED = (
+    "**Compiled**: each block by torch.compile with inductor, unless a row says otherwise. **Float8**: torchao, tensorwise, all linear "
+    "layers except the head."
+)
 TABLES = {
     "eager": Table(
         LLAMA,
@@ -90,8 +97,20 @@ TABLES = {
             "hf_zero-1, compiled": ("hf_zero", {"stage": 1, **BLOCKS}),
             "DDP": ("ddp", {}),
         },
-        text="**Compiled**: each block by torch.compile with inductor, unless a row says otherwise. **Float8**: torchao, tensorwise, all "
-        "linear layers except the head.",
+        text=_COMPILED,
+    ),
+    "wide": Table(
+        LLAMA_WIDE,
+        {
+            "DDP, blocks compiled": ("ddp", BLOCKS),
+            "hf_zero-3, compiled": ("hf_zero", {"stage": 3, **BLOCKS}),
+            "hf_zero-3, compiled, float8": ("hf_zero", {"stage": 3, "float8": True, **BLOCKS}),
+            "FSDP2, compiled": ("fsdp2", {"reshard": True, **BLOCKS}),
+            "FSDP2, compiled, float8": ("fsdp2", {"reshard": True, "float8": True, **BLOCKS}),
+            "hf_zero-0, compiled": ("hf_zero", {"stage": 0, **BLOCKS}),
+            "hf_zero-0, compiled, float8": ("hf_zero", {"stage": 0, "float8": True, **BLOCKS}),
+        },
+        text=_COMPILED,
     ),
     "lora": Table(
         LLAMA_8B,
@@ -192,11 +211,16 @@ def table_of(
     table = TABLES[arguments.table]
     how = flops.HOW_FROZEN if table.lora else flops.HOW
     said = f"{how}, of {peak / 1e12:.0f} TFLOP/s per GPU (bf16, dense)." if peak else "MFU: this device's peak is not known."
-    title = {"eager": "Step time", "compiled": "Step time of compiled blocks", "lora": "Step time of LoRA"}[arguments.table]
+    title = {
+        "eager": "Step time",
+        "compiled": "Step time of compiled blocks",
+        "wide": "Step time of wide blocks",
+        "lora": "Step time of LoRA",
+    }
     more = "" if arguments.table == "eager" else f" --table {arguments.table}"
     file = "step_time_gpu" if arguments.table == "eager" else f"{arguments.table}_gpu"
     return ResultTable(
-        title=f"{title} on {world} x {machine()['device']}",
+        title=f"{title[arguments.table]} on {world} x {machine()['device']}",
         command=f"python -m benchmarks.steps.step_time_gpu{more} --json benchmarks/results/{file}.json",
         text=f"Llama shape, {size['layers']} layers, width {size['width']}, vocabulary {size['vocab']}, {parameters / 1e9:.3f} G "
         f"parameters without the input embeddings, random weights, {size['batch']} x {size['length']} tokens per rank, {world} rank(s), "

@@ -40,7 +40,7 @@ def test_what_compares_values_comes_first_and_side_by_side() -> None:
     assert [part.name for part in listed][:3] == ["facts", "kernels", "parity"]
     assert {"parity", "compiled-values", "jobs", "tests", "triton", "ranks"} <= {part.name for part in together}
     after = [part.name for part in listed[listed.index(together[-1]) + 1 :]]
-    assert after[:3] == ["compiled", "lora", "xl-bf16"]
+    assert after[:4] == ["compiled", "wide", "lora", "xl-bf16"]
     assert all(len(group) == 1 for group in gpu.groups(listed[listed.index(together[-1]) + 1 :]))
     several = next(part for part in gpu.parts("cuda", toy=False, gpus=4) if part.name == "ranks")
     assert several.command[-2:] == ["2", "4"]

@@ -43,6 +43,11 @@ def test_job(job: str, world: int, backend: str) -> None:
     on_gpu(getattr(device_jobs, job), world, backend)
 
 
+@pytest.mark.parametrize("job", ["late_skips", "heads_in_turn"])
+def test_job_of_one_rank(job: str) -> None:
+    on_gpu(getattr(device_jobs, job), *PLACES[0])
+
+
 @pytest.mark.parametrize("job", ["skipped_blocks", "images_on_some_ranks"])
 def test_blocks_that_a_rank_skips(job: str) -> None:
     on_gpu(getattr(deep_skips, job), *PLACES[1])

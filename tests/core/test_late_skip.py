@@ -59,7 +59,7 @@ def _train(
         return culprits[-1]
 
     with (
-        mock.patch.object(steps, "_READ_AT_ONCE", () if late else ("cpu",)),
+        mock.patch.object(steps, "_READ_AT_ONCE", () if late else (ranks.device().type,)),
         mock.patch.object(StateStore, "skipped_unless", counted),
         mock.patch.object(steps.Stepper, "culprit_of", named),
     ):
@@ -78,7 +78,7 @@ def _train(
     return seen, tensors, sum(flags)
 
 
-def _same_steps(dtype: str, clip_inside: bool) -> None:
+def same_steps(dtype: str, clip_inside: bool) -> None:
     for stage in range(4):
         for clip in (0.0, 0.1):
             run = Run(stage, dtype=dtype, clip=clip)
@@ -156,4 +156,4 @@ def test_what_a_script_adds_to_steps_sees_steps_that_are_taken() -> None:
 
 @pytest.mark.parametrize(("dtype", "clip_inside"), [("bf16", False), ("fp16", False), ("bf16", True)])
 def test_the_device_skips_what_the_host_would(dtype: str, clip_inside: bool) -> None:
-    ranks.run_ranks(_same_steps, 1, dtype, clip_inside)
+    ranks.run_ranks(same_steps, 1, dtype, clip_inside)

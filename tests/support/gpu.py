@@ -41,7 +41,8 @@ def jobs(folder: str, world: int) -> Iterator[tuple[str, Callable[..., Any], tup
     yield "compiled", device_jobs.compiled, ([*stages, Run(stage=3, dtype="fp32")],)
     if importlib.util.find_spec("torchao"):
         yield "float8", device_jobs.float8, (stages,)
-    for name in ("offload_param_alone", "checkpointing", "cpu_checkpointing", "interface"):
+    alone = ("late_skips", "heads_in_turn") if world == 1 else ()
+    for name in (*alone, "offload_param_alone", "checkpointing", "cpu_checkpointing", "interface"):
         yield name, getattr(device_jobs, name), ()
     yield "save", device_jobs.save, (folder, IN_BACKGROUND)
     yield "saves", device_jobs.saves, (folder,)
