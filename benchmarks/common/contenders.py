@@ -117,8 +117,18 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _of_peer(job: Job, on_host: bool = False) -> nn.Module:
-    """Return the model of a contender that has no ``compile`` of its own, with compiled blocks if the job asks for them."""
-    model = built(job, torch.device("cpu" if on_host else job.device))
+    """Return the model of a contender that has no ``compile`` of its own, with compiled blocks if the job asks for them.
+
+    Initial values are drawn on the device even ``on_host``, unless the model fills half of it: a host takes a minute for a billion.
+    """
+    place = torch.device(job.device)
+    if on_host and job.device != "cpu":
+        with torch.device("meta"):
+            nbytes = sum(4 * param.numel() for param in build_model(job.shape, job.size).parameters())
+        place = place if 2 * nbytes <= job.cap_gib * 2**30 else torch.device("cpu")
+    model = built(job, place)
+    if on_host and job.device != "cpu":
+        model = model.to("cpu")
     for block in blocks_of(model) if job.compiled == "blocks" else ():
         block.compile(backend=job.backend)
     return model
@@ -176,7 +186,7 @@ def hf_zero(job: Job) -> Step:
     sharded = job.stage == 3 and not job.float8
     # Without the device, zero.Init draws the values where plain PyTorch would, on the host, more than a minute for 8 B parameters.
     with hf_zero.zero.Init(config_dict_or_path=config) if sharded else contextlib.nullcontext():
-        model = built(job, torch.device("cpu" if job.offload else job.device))
+        model = built(job, torch.device(job.device))
     engine = _engine(hf_zero, job, model, config)
     if job.compiled:
         engine.compile(backend=job.backend)

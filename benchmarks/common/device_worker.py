@@ -97,6 +97,9 @@ def traced(job: Job) -> Iterator[None]:
 def train(job: Job) -> dict[str, Any]:
     """Time steps of one contender."""
     step = CONTENDERS[job.contender](job)
+    if job.device != "cpu":
+        torch.get_device_module(job.device).empty_cache()
+        torch.get_device_module(job.device).reset_peak_memory_stats()  # some contenders draw initial values on the device
     rank = torch.distributed.get_rank()
     batches = [_on_device(job, make_batch(index, rank, job.size)) for index in range(job.warmup + job.steps + 2)]
     loss = torch.zeros(())

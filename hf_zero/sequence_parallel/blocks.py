@@ -134,8 +134,9 @@ def _fused_gradients(
         parts = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, scores.causal, scale=scores.scale)
     else:
         unused = torch.empty(2, dtype=torch.uint64, device=query.device)  # of dropout
+        logs = lse.contiguous()  # the kernel ignores its strides
         parts = _ATEN._scaled_dot_product_flash_attention_backward(
-            above, query, key, value, out, lse, None, None, query.shape[2], key.shape[2], 0.0, scores.causal, unused, unused[:0],
+            above, query, key, value, out, logs, None, None, query.shape[2], key.shape[2], 0.0, scores.causal, unused, unused[:0],
             scale=scores.scale,
         )  # fmt: skip
     of_query, of_key, of_value = parts

@@ -48,6 +48,10 @@ def test_job_of_one_rank(job: str) -> None:
     on_gpu(getattr(device_jobs, job), *PLACES[0])
 
 
+def test_a_ring_over_two_ranks() -> None:
+    on_gpu(device_jobs.ring, *PLACES[1])
+
+
 @pytest.mark.parametrize("job", ["skipped_blocks", "images_on_some_ranks"])
 def test_blocks_that_a_rank_skips(job: str) -> None:
     on_gpu(getattr(deep_skips, job), *PLACES[1])

@@ -244,6 +244,13 @@ def heads_in_turn() -> None:
                 assert off < 8e-3, f"{key_heads} key heads, {at_once} at a time: {name} is off by {off:.2g}"
 
 
+def ring() -> None:
+    """Compare a ring of two ranks in bf16 with PyTorch's attention."""
+    from tests.sequence_parallel.test_context_ring import ring_of
+
+    ring_of(torch.bfloat16)
+
+
 def interface() -> None:
     """Check zero.Init, gathered and full values, generation, the traffic log, clocks, memory, a lone forward."""
     import hf_zero

@@ -34,6 +34,7 @@ def jobs(folder: str, world: int) -> Iterator[tuple[str, Callable[..., Any], tup
     if world > 1:
         yield "skipped blocks", deep_skips.skipped_blocks, ()
         yield "images on some ranks", deep_skips.images_on_some_ranks, ()
+        yield "ring", device_jobs.ring, ()
     for dtype in DTYPES:
         runs = [Run(stage=3, dtype=dtype), Run(stage=2, dtype=dtype, accumulation=2, clip=0.1)]
         yield f"offload {dtype}", device_jobs.offload, ("gpt2", runs, [])
