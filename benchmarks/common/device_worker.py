@@ -57,7 +57,8 @@ def rates(job: Job) -> dict[str, float]:
     outward = numel / seconds_of(job, lambda: host.copy_(device, non_blocking=True), 5)
     values = torch.zeros((512 if job.device == "cuda" else 4) << 20)  # several times the size of a server's third-level cache
     addition = 8 * values.numel() / seconds_of(job, lambda: values.add_(1.0), 5)
-    model = build_model(job.shape, job.size).to(DTYPES[job.dtype]).to(job.device).train()
+    with torch.device(job.device):
+        model = build_model(job.shape, job.size).to(DTYPES[job.dtype]).train()
     batch = _on_device(job, make_batch(0, 0, job.size))
 
     def compute() -> None:
