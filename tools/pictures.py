@@ -167,6 +167,43 @@ def h100() -> Svg:
     return picture
 
 
+WORKLOADS = {
+    "compiled_gpu_8": "Llama of 1.1 G parameters, compiled blocks, 8 x 2048 tokens",
+    "wide_gpu": "8 layers of the sizes of Llama 8 B, compiled blocks, 4 x 2048 tokens",
+    "lora_gpu": "LoRA on Llama of 8 G parameters, 2 x 2048 tokens",
+    "offload_gpu": "GPT-2 XL, parameters and optimizer on the host, 16 x 128 tokens",
+}
+
+
+def h100_workloads() -> Svg:
+    """Draw seconds of a step on one H100 for each table of ``WORKLOADS``, all bars on one scale from 0."""
+    tables = {name: json.loads((REPO / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8")) for name in WORKLOADS}
+    left, top, high, wide = 246, 64, 25, 420
+    most = max(float(row[1]) for table in tables.values() for row in table["rows"])
+    tall = sum(high * len(table["rows"]) + 40 for table in tables.values())
+    picture = Svg(760, top + tall + 30, "Seconds of a step on one H100, by kind of training")
+    picture.text(16, 26, "One H100, bf16: seconds per step (less is better)", style="head")
+    picture.legend(16, 44, {"ours": "hf_zero, by stage", "peer": "others"})
+    y = top + 20
+    for mark in (mark for mark in ticks(most, 6) if mark <= most):
+        at = left + wide * mark / most
+        picture.line(at, top + 8, at, top + tall, "grid" if mark else "axis")
+        picture.text(at, top + tall + 18, f"{mark:g}", "middle", "small")
+    for name, title in WORKLOADS.items():
+        picture.text(16, y + 8, title, style="small")
+        y += 18
+        for row in sorted(tables[name]["rows"], key=lambda row: float(row[1])):
+            contender = row[0].replace("hf_zero-", "hf_zero, stage ").replace("deepspeed-", "DeepSpeed, stage ")
+            picture.text(
+                left - 8, y + 13, contender.replace(", cpu offload", "").replace(", bf16", "").replace(", CPUOffloadPolicy", ""), "end"
+            )
+            picture.box(left, y, wide * float(row[1]) / most, high - 7, "ours" if row[0].startswith("hf_zero") else "peer")
+            picture.text(left + wide * float(row[1]) / most + 5, y + 13, f"{float(row[1]):.3f}", style="small")
+            y += high
+        y += 22
+    return picture
+
+
 STAGES = {0: "any stage", 2: "stages 1, 2", 3: "stage 3"}
 PARTS = {
     "parameters": "parameters",
@@ -245,7 +282,7 @@ def parts_of(plan: dict[str, Any]) -> dict[str, float]:
     return {part: round(nbytes / 2**30, 2) for part, nbytes in taken.items()}
 
 
-DRAWN = {"stages": stages, "step": step, "h100": h100, "memory-8b": memory_8b}
+DRAWN = {"stages": stages, "step": step, "h100": h100, "h100-workloads": h100_workloads, "memory-8b": memory_8b}
 
 
 def main() -> int:

@@ -136,7 +136,7 @@ def table_of(arguments: argparse.Namespace, size: dict[str, int], rows: list[lis
         command="python -m benchmarks.offload.offload_gpu --peer-python PYTHON --json benchmarks/results/offload_gpu.json",
         text=f"GPT-2 shape, {size['layers']} layers, width {size['width']}, random weights, "
         f"batch {size['batch']} x {size['length']}, one rank, {arguments.device} capped at {arguments.cap_gib:g} GiB; median of "
-        f"{arguments.steps} steps. **Ratio**: to the longest of what a step needs alone, "
+        f"{arguments.steps} steps. **Peak GPU GiB**: of the steps, without set-up. **Ratio**: to the longest of what a step needs alone, "
         f"from rates measured in the same run ({'; '.join(texts)}).",
         columns=["contender", "s/step", "ratio to the bound", "peak GPU GiB", "peak host GiB", "loss", "largest model"],
         rows=rows,
