@@ -190,7 +190,7 @@ def test_only_what_is_missing_is_taken_from_the_bundle(bundle: Path, monkeypatch
     path = gpu.environment()["PYTHONPATH"].split(os.pathsep)
     assert path == [str(REPO), str(bundle / "hf_zero_carried"), "/given/by/the/caller"]
     given = {part.name for part in gpu.parts("cuda", toy=False) if str(bundle / "peer") in part.command}
-    assert given == {"peer-builds", "compiled", "lora", "xl-peers", "step-time"}
+    assert given == {"peer-builds", "compiled", "wide", "lora", "xl-peers", "step-time"}
 
 
 def test_what_nobody_has_is_named(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.support import deep_skips, device_jobs, ranks
+from tests.support import context_attention, deep_skips, device_jobs, late_skips, ranks
 from tests.support.checkpoints import IN_BACKGROUND
 from tests.support.parity import Run
 
@@ -43,13 +44,14 @@ def test_job(job: str, world: int, backend: str) -> None:
     on_gpu(getattr(device_jobs, job), world, backend)
 
 
-@pytest.mark.parametrize("job", ["late_skips", "heads_in_turn"])
-def test_job_of_one_rank(job: str) -> None:
-    on_gpu(getattr(device_jobs, job), *PLACES[0])
+@pytest.mark.parametrize(("dtype", "clip_inside"), late_skips.STEPS)
+def test_steps_that_the_device_skips(dtype: str, clip_inside: bool) -> None:
+    on_gpu(late_skips.same_steps, *PLACES[0], dtype, clip_inside)
 
 
-def test_a_ring_over_two_ranks() -> None:
-    on_gpu(device_jobs.ring, *PLACES[1])
+def test_attention_of_context_parallelism() -> None:
+    on_gpu(context_attention.heads_in_turn, *PLACES[0])
+    on_gpu(context_attention.ring_of, *PLACES[1], torch.bfloat16)
 
 
 @pytest.mark.parametrize("job", ["skipped_blocks", "images_on_some_ranks"])

@@ -20,10 +20,10 @@ from hf_zero.sequence_parallel import gathered as gathered_keys
 from hf_zero.sequence_parallel.blocks import Scores
 from hf_zero.sequence_parallel.gathered import ContextAttention
 from hf_zero.sequence_parallel.joining import Layout
-from hf_zero.sequence_parallel.ring import _Ring, _Rules
 from tests.sequence_parallel.context import check, config, script_batch
 from tests.sequence_parallel.kinds import MASKS, mistral
 from tests.support import ranks, zoo
+from tests.support.context_attention import ring_of
 from tests.support.parity import Run
 from tests.support.sequences import Data, build, llama
 
@@ -152,33 +152,6 @@ def test_dropped_weights_are_dropped_in_backward_too() -> None:
         moved = [other if place == index else given for index, given in enumerate((query, key, value))]
         slope = float((blocks.attend(*moved, rules)[0] - out).sum() / step)  # type: ignore[call-arg]
         assert slope == pytest.approx(float(found[place][1, 2, 1, 1]), rel=1e-4, abs=1e-7)
-
-
-def ring_of(dtype: torch.dtype) -> int:
-    """One attention with grouped keys beside torch's, and the bytes that a rank sends."""
-    world, length, heads, shared, width = dist.get_world_size(), 12 * dist.get_world_size(), 4, 2, 8
-    torch.manual_seed(0)
-    shapes = [(2, count, length, width) for count in (heads, shared, shared, heads)]
-    *whole, above = (torch.randn(shape, dtype=dtype).to(ranks.device()).requires_grad_() for shape in shapes)
-    above, limits = above.detach(), {"rtol": 3e-2, "atol": 3e-2} if dtype == torch.bfloat16 else {}
-    expected = torch.nn.functional.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
-    wanted = torch.autograd.grad((expected * above).sum(), whole)
-    collectives = open_collectives(axis_over(dist.group.WORLD))  # type: ignore[arg-type]
-    layout = Layout(collectives)
-    mine = [layout.cut(part.detach(), 2).requires_grad_() for part in whole]
-    rules = _Rules(Scores(width**-0.5), True, None, heads // shared)
-    before = collectives.sent_bytes
-    found: Any = _Ring.apply(layout, collectives, rules, *mine)  # type: ignore[no-untyped-call]
-    forward = collectives.sent_bytes - before
-    each = 2 * 2 * shared * (length // world) * width * dtype.itemsize  # keys and values of one place
-    assert forward == (world - 1) * each
-    torch.testing.assert_close(found, layout.cut(expected, 2), **limits)
-    (found * layout.cut(above, 2)).sum().backward()
-    wide = torch.promote_types(dtype, torch.float32).itemsize // dtype.itemsize
-    assert collectives.sent_bytes - before - forward == (world - 1 + world * wide) * each
-    for part, gradient in zip(mine, wanted, strict=True):
-        torch.testing.assert_close(part.grad, layout.cut(gradient, 2), **limits)
-    return forward
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -207,48 +206,6 @@ def load(folder: str, expected: dict[str, Any], extra: dict[str, Any], stage: in
     found = differences(full_state(engine), expected)
     engine.destroy()
     return found
-
-
-def late_skips() -> None:
-    """Compare steps that the device skips with steps that the host skips."""
-    from tests.core.test_late_skip import same_steps
-
-    for dtype, clip_inside in (("bf16", False), ("fp16", False), ("bf16", True)):
-        same_steps(dtype, clip_inside)
-
-
-def heads_in_turn() -> None:
-    """Compare context parallelism's attention of two runs of tokens in bf16 with PyTorch's of all tokens in fp32, by the numbers of key
-    heads and of heads at a time."""
-    from hf_zero.sequence_parallel import gathered
-
-    length, width, heads, runs, scale = 256, 64, 8, [(32, 64), (192, 224)], 0.125
-    rows = torch.cat([torch.arange(*run, device=ranks.device()) for run in runs])
-    seen = torch.arange(length, device=ranks.device()) <= rows[:, None]
-    for key_heads in (1, 2, 8):
-        torch.manual_seed(3)
-        shapes = ((heads, len(rows)), (key_heads, length), (key_heads, length), (heads, len(rows)))
-        *parts, above = (torch.randn(2, *shape, width, device=ranks.device()).bfloat16() for shape in shapes)
-        wide = [part.float().requires_grad_() for part in parts]
-        whole = [part.repeat_interleave(heads // part.shape[1], dim=1) for part in wide]
-        expected = torch.nn.functional.scaled_dot_product_attention(*whole, attn_mask=seen, scale=scale)
-        wanted = torch.autograd.grad((expected * above).sum(), wide)
-        for at_once in (1, 3, 100):
-            nbytes = at_once * 2 * length * 2 * width * (2 + 4)
-            with mock.patch.object(gathered, "_AT_ONCE_BYTES", nbytes):
-                mine = [part.clone().requires_grad_() for part in parts]
-                out = gathered._Causal.apply(runs, scale, *mine)  # type: ignore[no-untyped-call]
-                found = torch.autograd.grad((out * above).sum(), mine)
-            for name, own, other in zip(("output", "query", "key", "value"), (out, *found), (expected, *wanted), strict=True):
-                off = float((own.float() - other).norm() / other.norm())
-                assert off < 8e-3, f"{key_heads} key heads, {at_once} at a time: {name} is off by {off:.2g}"
-
-
-def ring() -> None:
-    """Compare a ring of two ranks in bf16 with PyTorch's attention."""
-    from tests.sequence_parallel.test_context_ring import ring_of
-
-    ring_of(torch.bfloat16)
 
 
 def interface() -> None:

@@ -17,7 +17,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tests.support import deep_skips, device_jobs, ranks
+import torch
+
+from tests.support import context_attention, deep_skips, device_jobs, late_skips, ranks
 from tests.support.checkpoints import IN_BACKGROUND
 from tests.support.device_jobs import backend_of
 from tests.support.parity import Run
@@ -34,7 +36,7 @@ def jobs(folder: str, world: int) -> Iterator[tuple[str, Callable[..., Any], tup
     if world > 1:
         yield "skipped blocks", deep_skips.skipped_blocks, ()
         yield "images on some ranks", deep_skips.images_on_some_ranks, ()
-        yield "ring", device_jobs.ring, ()
+        yield "ring", context_attention.ring_of, (torch.bfloat16,)
     for dtype in DTYPES:
         runs = [Run(stage=3, dtype=dtype), Run(stage=2, dtype=dtype, accumulation=2, clip=0.1)]
         yield f"offload {dtype}", device_jobs.offload, ("gpt2", runs, [])
@@ -42,8 +44,11 @@ def jobs(folder: str, world: int) -> Iterator[tuple[str, Callable[..., Any], tup
     yield "compiled", device_jobs.compiled, ([*stages, Run(stage=3, dtype="fp32")],)
     if importlib.util.find_spec("torchao"):
         yield "float8", device_jobs.float8, (stages,)
-    alone = ("late_skips", "heads_in_turn") if world == 1 else ()
-    for name in (*alone, "offload_param_alone", "checkpointing", "cpu_checkpointing", "interface"):
+    if world == 1:
+        for dtype, clip_inside in late_skips.STEPS:
+            yield f"late skips {dtype}{' clipped' * clip_inside}", late_skips.same_steps, (dtype, clip_inside)
+        yield "heads in turn", context_attention.heads_in_turn, ()
+    for name in ("offload_param_alone", "checkpointing", "cpu_checkpointing", "interface"):
         yield name, getattr(device_jobs, name), ()
     yield "save", device_jobs.save, (folder, IN_BACKGROUND)
     yield "saves", device_jobs.saves, (folder,)
