@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import context_attention, deep_skips, device_jobs, late_skips, ranks
+from tests.support import context_attention, deep_skips, device_axes, device_jobs, late_skips, ranks
 from tests.support.checkpoints import IN_BACKGROUND
 from tests.support.parity import Run
 
@@ -47,6 +47,11 @@ def test_job(job: str, world: int, backend: str) -> None:
 @pytest.mark.parametrize(("dtype", "clip_inside"), late_skips.STEPS)
 def test_steps_that_the_device_skips(dtype: str, clip_inside: bool) -> None:
     on_gpu(late_skips.same_steps, *PLACES[0], dtype, clip_inside)
+
+
+@pytest.mark.parametrize("axis", device_axes.AXES)
+def test_axes_of_a_mesh(axis: str) -> None:
+    on_gpu(device_axes.AXES[axis], *PLACES[1])
 
 
 def test_attention_of_context_parallelism() -> None:

@@ -16,7 +16,7 @@ import torch
 
 from tests import pretend
 from tests.pretend import network
-from tests.support import device_jobs, ranks
+from tests.support import device_axes, device_jobs, ranks
 from tests.support.checkpoints import IN_BACKGROUND
 from tests.support.models import CASES
 from tests.support.offload_runs import blocks_of, train_case, ways
@@ -152,6 +152,12 @@ def test_a_forgotten_wait_is_noticed(target: str, replacement: Any) -> None:
 
 
 # -- the rest of the engine: jobs of other files, on a device -----------------------------------------------------------
+
+
+@pytest.mark.fast_rows("pipeline", "experts")
+@pytest.mark.parametrize("axis", device_axes.AXES)
+def test_axes_of_a_mesh(axis: str) -> None:
+    on_devices(device_axes.AXES[axis])
 
 
 @pytest.mark.slow  # fast: test_parity_checkpointing.py, `test_gpt2_trains_as_on_the_cpu`

@@ -26,6 +26,7 @@ Processes and ranks
     memory: Measure resident pages, the peak of a call, and the bytes of tensors.
     reads: Count what is read of safetensors files.
     device_jobs, gpu: Jobs of an engine on a device, under pytest and without it.
+    device_axes: Training over tensor, pipeline, expert and sequence parallelism on a device.
     late_skips, context_attention: Steps that a device skips; attention of context parallelism beside PyTorch's.
 Comparison with plain PyTorch
     parity: The reference, the same training through the engine, and the checker.

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from tests.support import context_attention, deep_skips, device_jobs, late_skips, ranks
+from tests.support import context_attention, deep_skips, device_axes, device_jobs, late_skips, ranks
 from tests.support.checkpoints import IN_BACKGROUND
 from tests.support.device_jobs import backend_of
 from tests.support.parity import Run
@@ -37,6 +37,7 @@ def jobs(folder: str, world: int) -> Iterator[tuple[str, Callable[..., Any], tup
         yield "skipped blocks", deep_skips.skipped_blocks, ()
         yield "images on some ranks", deep_skips.images_on_some_ranks, ()
         yield "ring", context_attention.ring_of, (torch.bfloat16,)
+        yield from ((f"{name} parallel", job, ()) for name, job in device_axes.AXES.items())
     for dtype in DTYPES:
         runs = [Run(stage=3, dtype=dtype), Run(stage=2, dtype=dtype, accumulation=2, clip=0.1)]
         yield f"offload {dtype}", device_jobs.offload, ("gpt2", runs, [])

@@ -50,7 +50,7 @@ class Data:
                 cut = 5 + 3 * row  # in the middle of a slice; the second sequence begins at 0 again
                 batch["position_ids"][row, cut:] = torch.arange(self.length - cut)
                 batch["labels"][row, cut] = -100
-        return batch
+        return {name: value.to(ranks.device()) for name, value in batch.items()}
 
 
 def llama(kv_heads: int = 2, heads: int = 4, implementation: str = "sdpa", **extra: Any) -> nn.Module:
@@ -113,7 +113,7 @@ class Result:
 
 def whole(make: Callable[[], nn.Module], run: Run, data: Data, groups: int) -> Result:
     """Train in plain PyTorch on whole sequences; the loss is the mean over groups and micro-steps of each batch's mean over tokens."""
-    model = build(make)
+    model = build(make).to(ranks.device())
     low = run.dtype != "fp32"
     if low:
         model = model.to(parity.DTYPES[run.dtype])
@@ -144,7 +144,7 @@ def whole(make: Callable[[], nn.Module], run: Run, data: Data, groups: int) -> R
             for param, master in zip(params, masters, strict=True):
                 param.data.copy_(master.data)
         losses.append(total)
-    return Result(losses, norms, {name: value.detach().float() for name, value in model.state_dict().items()})
+    return Result(losses, norms, {name: value.detach().float().cpu() for name, value in model.state_dict().items()})
 
 
 def sliced(make: Callable[[], nn.Module], run: Run, data: Data, size: int, implementation: str | None = "sdpa") -> Result:
