@@ -125,6 +125,9 @@ def steps(engine: Any, first: int, count: int, dtype: str = "fp32", same_on_all:
     return seen
 
 
+STATES = {"exp_avg", "exp_avg_sq", "momentum_buffer", "row_var", "col_var", "variance"}
+
+
 def full_state(engine: Any) -> dict[str, Any]:
     """Return everything a checkpoint must carry over, whole, by name. Collective; the same on every rank."""
     import hf_zero
@@ -134,10 +137,12 @@ def full_state(engine: Any) -> dict[str, Any]:
     with hf_zero.zero.GatheredParameters([param for _, param in named]):
         state.update({f"weight {name}": param.detach().clone() for name, param in named})
     state.update({f"buffer {name}": buffer.clone() for name, buffer in engine.module.named_buffers() if name != "scratch"})
+    kept = engine.collectives.gather_objects({key for values in engine.optimizer.inner.state.values() for key in values}, "test")
+    asked = sorted(set().union(*kept) & STATES)  # each costs a vote per parameter
     for name, param in named:
         if param.requires_grad and param.is_floating_point():
             state[f"master {name}"] = hf_zero.utils.safe_get_full_fp32_param(param)
-            for key in ("exp_avg", "exp_avg_sq", "momentum_buffer", "row_var", "col_var", "variance"):
+            for key in asked:
                 value = hf_zero.utils.safe_get_full_optimizer_state(param, key)
                 if value is not None and value.numel():
                     state[f"{key} {name}"] = value
