@@ -268,7 +268,7 @@ def once(
 
     def take_once() -> None:
         if results:
-            raise StateError(_not_once(name, call, "more than once"))
+            raise StateError(_not_once(name, call, 2))
         results.append(take())
 
     wait(take_once)
@@ -277,14 +277,14 @@ def once(
     finally:
         wait(None)
     if not results:
-        refuse(_not_once(name, call, "not at all"))
+        refuse(_not_once(name, call, 0))
     return results[0]
 
 
-def _not_once(name: str, call: Callable[[], object], times: str) -> str:
+def _not_once(name: str, call: Callable[[], object], times: int) -> str:
     return (
-        f"{name} was replaced by {getattr(call, '__qualname__', call)}, which called the original step {times} in engine.step(): it must "
-        "do that once on every rank, because the engine updates in the original"
+        f"{name} was replaced by {getattr(call, '__qualname__', call)}, which called the original step {times} times in engine.step(): "
+        "call it once on every rank, because the engine updates in the original"
     )
 
 
