@@ -74,6 +74,11 @@ def labels_behind(shifted: torch.Tensor | None) -> torch.Tensor | None:
     return found
 
 
+def cache_in(given: Mapping[str, Any]) -> Any:
+    """Return the keys and values of earlier tokens among a forward's arguments; None without. transformers 5.24 named them ``cache``."""
+    return next((given[name] for name in ("cache", "past_key_values") if given.get(name) is not None), None)
+
+
 def is_medium(name: str) -> bool:
     """Return whether an argument of that name has images, sound, or facts about them: they have no dimension of tokens."""
     return name.startswith(_MEDIA)

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from hf_zero.sequence_parallel.attention import SlicedAttention
-from hf_zero.sequence_parallel.batches import is_slice
+from hf_zero.sequence_parallel.batches import cache_in, is_slice
 from hf_zero.sequence_parallel.masks import WholeMasks
 from hf_zero.sequence_parallel.positions import OwnPositions, WholeRotary, require_even_temperature
 from hf_zero.sequence_parallel.sliceable import NO_ROUTERS, ROUTERS, StandIn, require_sliceable
@@ -147,7 +147,7 @@ class SlicedForwards(BoundForwards):
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         attention, settings = self.attention, self.settings
-        whole = settings.whole_in_eval or kwargs.get("past_key_values") is not None
+        whole = settings.whole_in_eval or cache_in(kwargs) is not None
         attention.sliced = model.training or not whole or is_slice(args, kwargs)
         if not attention.sliced:
             return None

@@ -25,6 +25,7 @@ from torch import nn
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import UnsupportedError
+from hf_zero.sequence_parallel.batches import cache_in
 from hf_zero.sequence_parallel.exchange import join_slices
 from hf_zero.sequence_parallel.gathered import causal_rows
 from hf_zero.sequence_parallel.joining import Layout
@@ -110,9 +111,9 @@ def _require_plain(name: str, arguments: dict[str, Any]) -> None:
     """Refuse arguments made from slices that cannot be joined to whole sequences."""
     if arguments.get("encoder_hidden_states") is not None:
         raise UnsupportedError("sequence parallelism: attention over an encoder's states is not supported")
-    cache = arguments.get("past_key_values")
+    cache = cache_in(arguments)
     if cache is not None and hasattr(cache, "get_seq_length") and int(cache.get_seq_length()) > 0:
-        raise UnsupportedError("sequence parallelism: a forward over slices cannot continue from past_key_values; leave them out")
+        raise UnsupportedError("sequence parallelism: a forward over slices cannot continue from a cache (past_key_values); leave it out")
     for key in ("or_mask_function", "and_mask_function"):
         cells = getattr(arguments.get(key), "__closure__", None) or ()
         if any(isinstance(cell.cell_contents, torch.Tensor) for cell in cells):

@@ -11,7 +11,7 @@ from torch import nn
 from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.observe import warn_once
 from hf_zero.sequence_parallel.attention import SlicedAttention
-from hf_zero.sequence_parallel.batches import counted_by_adapter, is_medium, labels_behind
+from hf_zero.sequence_parallel.batches import cache_in, counted_by_adapter, is_medium, labels_behind
 from hf_zero.sequence_parallel.cut_layers import CutLayers
 from hf_zero.sequence_parallel.joining import cut, join
 from hf_zero.sequence_parallel.token_flow import TokenFlow, without_cache
@@ -67,8 +67,10 @@ class WholeInputs:
             raise StateError("sequence parallelism: the forward got neither input_ids nor inputs_embeds")
         if given.get("encoder_hidden_states") is not None:
             raise UnsupportedError("sequence parallelism: attention over an encoder's states is not supported")
-        if given.get("past_key_values") is not None:
-            raise UnsupportedError("sequence parallelism: a forward over slices cannot continue from past_key_values; leave them out")
+        if cache_in(given) is not None:
+            raise UnsupportedError(
+                "sequence parallelism: a forward over slices cannot continue from a cache (past_key_values); leave it out"
+            )
         length = first.shape[1]
         self._attention.inside_whole = 0
         self.layers.length = length * self._collectives.world

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -269,6 +270,14 @@ def forward_refusals() -> None:
         model(**batch, position_ids=positions, attention_mask=torch.zeros(2, 1, 12, 12))
     with pytest.raises(UnsupportedError, match="output_attentions"):
         model(**batch, position_ids=positions, output_attentions=True)
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    for layer in range(2):
+        cache.update(*torch.zeros(2, 2, 2, 3, 8), layer)
+    name = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"  # transformers 5.24 renamed it
+    with pytest.raises(UnsupportedError, match="cannot continue from a cache"):
+        model(**batch, position_ids=positions, **{name: cache})
     assert model(**batch, position_ids=positions).logits.isfinite().all()
     other = build(llama)
     UlyssesSPAttentionHF.register_with_transformers(other, None, 2, 2)
