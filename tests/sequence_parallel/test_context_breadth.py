@@ -13,7 +13,7 @@ from tests.support import ranks
 
 pytest.importorskip("transformers", minversion="5.0")
 
-SOME = ["Cohere2ForCausalLM", "RobertaForCausalLM", "MixtralForCausalLM", "MambaForCausalLM", "GPTJForCausalLM"]
+SOME = ["Cohere2ForCausalLM", "RobertaForCausalLM", "MixtralForCausalLM", "MambaForCausalLM", "XGLMForCausalLM"]
 
 
 def test_published_results_are_exact_or_refused_and_on_the_page() -> None:

@@ -292,7 +292,7 @@ def refused() -> list[str]:
         (Own(2, 2), {}),
         (BertForSequenceClassification(small), {}),
         (zoo.build("MambaForCausalLM"), {}),
-        (zoo.build("GPTJForCausalLM"), {}),
+        (zoo.build("XGLMForCausalLM"), {}),
         (zoo.build("T5ForConditionalGeneration"), {}),
         (build(partial(llama, heads=3, kv_heads=1)), {"sequence": 2}),
     ]
@@ -313,7 +313,7 @@ def test_what_cannot_be_divided_is_refused_by_name() -> None:
         "context parallelism: Own is no model of transformers",
         "loss of BertForSequenceClassification is not one of each token",
         "Mamba",
-        "context parallelism: GPTJForCausalLM cannot be divided, because it does not call its attention",
+        "context parallelism: XGLMForCausalLM cannot be divided, because it does not call its attention",
         "T5ForConditionalGeneration is an encoder-decoder",
         "divides the 3 attention heads",
         "3 ranks (pp x cp x sp x tp) are to share their samples; 1 or 2 or 4 would fit",
