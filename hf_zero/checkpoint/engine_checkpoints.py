@@ -133,7 +133,7 @@ class EngineCheckpoints:
         settings = self._settings
 
         def ask() -> tuple[SaveRequest, TrainingState]:
-            WrittenValues(engine.units, self._collectives.data, engine.runtime.idle).agree(self._collectives.data)
+            self._settle_writes(engine)
             request = SaveRequest(
                 self._place(save_dir, "save_dir"),
                 str(tag) if tag is not None else f"global_step{engine.progress.global_steps}",
@@ -182,7 +182,7 @@ class EngineCheckpoints:
             return False
 
         def ask() -> tuple[TrainingState, dict[str, Any]]:
-            WrittenValues(engine.units, self._collectives.data, engine.runtime.idle).agree(self._collectives.data)
+            self._settle_writes(engine)
             objects = self.rewinds.objects_of(engine) if self.rewinds is not None else []
             return self.state_of(engine), states_beside(objects, self._collectives.topology.device, net.world)
 
@@ -212,7 +212,7 @@ class EngineCheckpoints:
 
         def ask() -> tuple[LoadRequest, TrainingState]:
             # A value that a script has assigned (``param.data = value``) would replace the loaded one.
-            WrittenValues(engine.units, self._collectives.data, engine.runtime.idle).agree(self._collectives.data)
+            self._settle_writes(engine)
             request = LoadRequest(
                 self._place(load_dir, "load_dir"),
                 None if tag is None else str(tag),
@@ -288,7 +288,7 @@ class EngineCheckpoints:
         self.wait()
 
         def ask() -> TrainingState:
-            WrittenValues(engine.units, self._collectives.data, engine.runtime.idle).agree(self._collectives.data)
+            self._settle_writes(engine)
             return self.state_of(engine)
 
         state = self._agreed("going back after a spike", ask)
@@ -375,6 +375,11 @@ class EngineCheckpoints:
         """Return the path or URL where checkpoints of ``given`` lie."""
         folder = _folder(given, argument)
         return folder if self._store is None or is_url(folder) else raw(self.place_for(folder))
+
+    def _settle_writes(self, engine: Engine) -> None:
+        """Take the values that the script has written, and compare them over all ranks; collective."""
+        everyone = self.everyone()
+        WrittenValues(engine.units, self._collectives.data, everyone, engine.runtime.idle).agree(everyone)
 
     def everyone(self) -> Collectives:
         """Return the network of all ranks that save as one: where they hold parts of a model, the group in which a step's ranks vote."""

@@ -77,6 +77,11 @@ class Topology:
         return self if self.pipe is None else replace(self, model=self.tensor)
 
     @property
+    def copies(self) -> bool:
+        """Return whether other ranks may hold copies of parameters of this axis: data-parallel ranks, or ranks of the model axis."""
+        return self.data.world > 1 or self.model is not None
+
+    @property
     def replicas(self) -> int:
         """Return the data-parallel size: the number of ranks, or groups of ranks, that train on samples of their own."""
         return self.data.world if self.sequence is None else self.data.world // self.sequence.world

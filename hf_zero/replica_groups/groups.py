@@ -129,7 +129,7 @@ class ReplicaGroups:
                 self._loads, self._digest = engine.progress.loads, self._fingerprint()
             formed = self._quorum.form(engine.progress.global_steps, self._digest, self._fresh)
             if formed.targets or formed.source is not None:
-                WrittenValues(engine.units, self._net, engine.runtime.idle).agree(self._net)
+                WrittenValues(engine.units, self._net, self._net, engine.runtime.idle).agree(self._net)
                 engine.runtime.reshard_for_update()
             if formed.targets:
                 send_state(self._state(), self._own_facts(), self._quorum, formed.targets)

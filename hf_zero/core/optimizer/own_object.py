@@ -340,9 +340,9 @@ class _ForeignSteps:
                 continue
             if (owner := find_unit(param)) is not None:
                 unit, index = owner
-                if not unit.trainable and not unit.gathers and unit.collectives.data.world > 1:
+                if not unit.trainable and not unit.gathers and unit.collectives.topology.copies:
                     unit.written.look(index, checksum(param.data))
-            elif (network := network_of_loose(param)) is not None and network.world > 1:
+            elif (network := network_of_loose(param)) is not None and network.topology.copies:
                 noted, name = noted_loose(param)
                 noted.look(name, checksum(param.data))
 

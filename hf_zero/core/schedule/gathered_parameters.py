@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,6 +14,7 @@ from torch import nn
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.units.layout import UnitState
+from hf_zero.core.units.marks import is_elsewhere, is_part
 from hf_zero.core.units.registration import network_of_loose, noted_loose
 from hf_zero.core.units.shard import exchange_changes
 from hf_zero.core.units.unit import Unit, find_unit
@@ -78,16 +79,18 @@ class GatheredParameters:
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
+        params = list(_each(params))  # it may be a generator, which can be read once
         self._wanted = positions_of(params) if enabled else {}
         self._loose = _loose_of(params) if enabled else []
-        self._loose_sums: list[int] = []  # checksums at entry of `_loose`, if no rank's values will be broadcast
-        self._loose_records: list[int | None] = []  # otherwise the records of writes before the context
+        self._loose_sums: list[int] = []  # checksums at entry of `_loose`
+        self._loose_records: list[int | None] = []  # records of writes before the context, if a rank's values will be broadcast
+        self._has_others = enabled and any(isinstance(param, torch.Tensor) and is_elsewhere(param) for param in params)
         self._modifier_rank = modifier_rank
         self._entered: list[tuple[Unit, bool]] = []
         self._alone: list[Unit] = []
         self._sums: dict[Unit, dict[int, int]] = {}  # checksums at entry of parameters that were unsharded already
-        if enabled and fwd_module is not None and params is not None:
-            for param in [params] if isinstance(params, torch.Tensor) else list(params):
+        if enabled and fwd_module is not None:
+            for param in params:
                 if isinstance(param, nn.Parameter) and find_unit(param) is not None:
                     register_external_parameter(fwd_module, param)
 
@@ -95,27 +98,30 @@ class GatheredParameters:
         for unit in self._wanted if self._modifier_rank is not None else ():
             if unit.state is UnitState.UNSHARDED and not unit.gathers and unit.awaited():
                 unit.whole.require_adoptable()  # before anything is gathered
+        if self._modifier_rank is not None:
+            _require_complete(self._wanted, self._loose, self._modifier_rank, self._has_others)
         for unit, indices in self._wanted.items():
             if self._modifier_rank is None and unit.alone.serves(indices):
                 unit.alone.add(indices)
                 self._alone.append(unit)
+                was_whole = False
             else:
                 was_whole = unit.pin(modifier_rank=self._modifier_rank)
                 self._entered.append((unit, was_whole))
                 if unit.built is not None and unit.built.shown:
                     show_as_built(unit)
-                elif was_whole and not unit.gathers and self._modifier_rank is None and unit.collectives.data.world > 1:
-                    self._sums[unit] = {index: checksum(param.data) for index in indices if (param := unit.params[index]) is not None}
+            if _is_noted(unit, was_whole, self._modifier_rank is None):
+                self._sums[unit] = {index: checksum(param.data) for index in indices if (param := unit.params[index]) is not None}
             unit.gathers += 1
             unit.unsaved.difference_update(indices)
             training: Any = unit.belongs_to() if unit.belongs_to is not None else None
             if training is not None:
                 training.mark_read(unit)
         if self._modifier_rank is None:
-            self._loose = [(param, network) for param, network in self._loose if network.world > 1]
-            self._loose_sums = [checksum(param.data) for param, _ in self._loose]
+            self._loose = [(param, network) for param, network in self._loose if network.topology.copies]
         else:
             self._loose_records = [noted.record(name) for noted, name in map(noted_loose, (param for param, _ in self._loose))]
+        self._loose_sums = [checksum(param.data) for param, _ in self._loose]
         return self
 
     @property
@@ -138,14 +144,31 @@ class GatheredParameters:
             if kind is None and self._modifier_rank is not None and unit.pins.modifier_of_outer is None:
                 with torch.no_grad():
                     broadcast_from(unit, self._modifier_rank)
+                    self._look(unit)
             unit.unpin(reshard=not was_whole, adopt=not dropped or unit.collectives.data.world == 1)
         if kind is None and self._modifier_rank is not None:
             for (param, network), record in zip(self._loose, self._loose_records, strict=True):
                 network.broadcast(param.data, self._modifier_rank, "parameter outside of units")
                 noted, name = noted_loose(param)
                 noted.go_back(name, record)
+            self._look_at_loose(lambda network: network.topology.model is not None)
         if refusal is not None and kind is None:
             raise refusal
+
+    def _look(self, unit: Unit) -> None:
+        """Record the parameters of ``unit`` that have changed since the context was entered, for the vote of the next step; local."""
+        sums = self._sums.get(unit, {})
+        now = {index: checksum(param.data) for index in sums if (param := unit.params[index]) is not None}
+        for index, after in now.items():
+            unit.written.look(index, after if after != sums[index] else None)
+
+    def _look_at_loose(self, wanted: Callable[[Collectives], bool] = lambda _: True) -> None:
+        """Do as ``_look`` for parameters outside of units, of the networks that are ``wanted``; local."""
+        for (loose, network), before in zip(self._loose, self._loose_sums, strict=True):
+            if wanted(network):
+                noted, name = noted_loose(loose)
+                after = checksum(loose.data)
+                noted.look(name, after if after != before else None)
 
     @torch.no_grad()
     def _settle(self, failed: bool) -> StateError | None:
@@ -154,14 +177,9 @@ class GatheredParameters:
         Returns:
             The error that ranks without an exception of their own raise, if changes differ or a rank has left the block with an exception.
         """
-        for (loose, _), before in zip(self._loose, self._loose_sums, strict=True):
-            noted, name = noted_loose(loose)
-            after = checksum(loose.data)
-            noted.look(name, after if after != before else None)
-        for unit, sums in self._sums.items():
-            now = {index: checksum(param.data) for index in sums if (param := unit.params[index]) is not None}
-            for index, after in now.items():
-                unit.written.look(index, after if after != sums[index] else None)
+        self._look_at_loose()
+        for unit in self._sums:
+            self._look(unit)
         held: dict[Unit, list[int]] = {unit: self._wanted[unit] for unit in self._alone if not unit.gathers}
         held |= {unit: [*range(len(unit.params))] for unit, was_whole in self._entered if not (was_whole or unit.gathers)}
         by_network: dict[int, list[Unit]] = {}
@@ -177,6 +195,45 @@ class GatheredParameters:
                 _keep(unit, held[unit])
             exchange_changes(units, units[0].collectives.data)
         return None
+
+
+def _is_noted(unit: Unit, was_whole: bool, written_by_all: bool) -> bool:
+    """Return whether the next step compares changes, because the end of the context does not, or not over the ranks of a model axis.
+
+    Args:
+        unit: The unit.
+        was_whole: It was unsharded before the context.
+        written_by_all: The context has no ``modifier_rank``.
+    """
+    topology = unit.collectives.topology
+    if unit.gathers or (unit.built is not None and unit.built.shown):
+        return False
+    return topology.model is not None or (was_whole and written_by_all and topology.data.world > 1)
+
+
+def _require_complete(
+    wanted: Mapping[Unit, Iterable[int]], loose: Iterable[tuple[torch.Tensor, Collectives]], modifier_rank: int, has_others: bool
+) -> None:
+    """Raise unless ``modifier_rank`` has all values of the parameters; local, with the same result on all ranks.
+
+    Args:
+        wanted: Positions of the parameters in units.
+        loose: Parameters outside of units, each with its network.
+        modifier_rank: See ``GatheredParameters``.
+        has_others: Other stages of a pipeline hold further parameters.
+
+    Raises:
+        StateError: The parameters are divided over a pipeline, or one of them over ranks of tensor or expert parallelism.
+    """
+    found = [(unit.params[index], unit.collectives, unit.layout.slots[index].name) for unit in wanted for index in wanted[unit]]
+    found += [(param, network, noted_loose(param)[1]) for param, network in loose]
+    names = [name for param, net, name in found if param is not None and (is_part(param) or net.topology.pipe is not None)]
+    if names or has_others:
+        raise StateError(
+            f"GatheredParameters(modifier_rank={modifier_rank}): rank {modifier_rank} does not have all values of "
+            f"{names[0] if names else 'a parameter of another stage'}, which tensor parallelism, experts or a pipeline divide over "
+            "ranks, so parts of other ranks would keep their values. Leave modifier_rank out, and let each rank write its part"
+        )
 
 
 def _keep(unit: Unit, indices: Iterable[int]) -> None:
@@ -247,10 +304,15 @@ def _sum_of_places(values: torch.Tensor) -> int:
     return int(total)
 
 
+def _each(params: Iterable[torch.Tensor | None] | torch.Tensor | None) -> Iterable[torch.Tensor | None]:
+    """Return the argument of ``GatheredParameters`` as an iterable."""
+    return [params] if isinstance(params, torch.Tensor) else () if params is None else params
+
+
 def _loose_of(params: Iterable[torch.Tensor | None] | torch.Tensor | None) -> list[tuple[torch.Tensor, Collectives]]:
     """Return the parameters of an engine's model that are in no unit, each with the network of the ranks that hold it."""
     found: dict[int, tuple[torch.Tensor, Collectives]] = {}
-    for param in [params] if isinstance(params, torch.Tensor) else () if params is None else params:
+    for param in _each(params):
         if not isinstance(param, torch.Tensor):
             continue
         network = network_of_loose(param) if find_unit(param) is None else None
@@ -267,7 +329,7 @@ def units_of(params: Iterable[torch.Tensor | None] | torch.Tensor | None) -> lis
 def positions_of(params: Iterable[torch.Tensor | None] | torch.Tensor | None) -> dict[Unit, list[int]]:
     """Return the units that contain any of ``params``, in order of first appearance, with the positions of these parameters, each once."""
     found: dict[Unit, dict[int, None]] = {}
-    for param in [params] if isinstance(params, torch.Tensor) else () if params is None else params:
+    for param in _each(params):
         owner = find_unit(param) if isinstance(param, torch.Tensor) else None
         if owner is not None:
             found.setdefault(owner[0], {})[owner[1]] = None

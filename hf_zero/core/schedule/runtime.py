@@ -29,6 +29,7 @@ from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.schedule import ForwardPhase, UnshardSchedule
 from hf_zero.core.schedule.torch_internals import around_clipping, before_zero_grad, compiled_call, in_backward, is_compiled_wrapper
 from hf_zero.core.units.guards import unguard_unprepared
+from hf_zero.core.units.marks import is_part
 from hf_zero.core.units.registration import make_picklable, remove_pickling
 from hf_zero.core.units.sharded_parameter import gradients_of
 from hf_zero.core.units.unit import Unit, find_unit
@@ -394,7 +395,8 @@ def _clip(params: list[torch.Tensor], max_norm: float, norm_type: float, total_n
         UnsupportedError: Gradients of other parameters are to be clipped by the same norm.
     """
     own_grads = dict(zip(map(id, params), gradients_of(params), strict=True))
-    hidden = {key for key, grad in own_grads.items() if grad is None}
+    # torch's norm of visible gradients would leave out parts of them that other ranks have.
+    hidden = {id(param) for param in params if own_grads[id(param)] is None or is_part(param)}
     for runtime in list(_attached) if hidden else ():
         updated = runtime.updated() if runtime.updated is not None else None
         own = {id(param) for param in runtime.module.parameters() if param.requires_grad}

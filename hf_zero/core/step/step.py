@@ -21,7 +21,7 @@ from hf_zero.core.step.grad_norm import clip_factor, first_non_finite, global_no
 from hf_zero.core.step.precision import LossScaler
 from hf_zero.core.step.spikes import StepWatch
 from hf_zero.core.step.trained_set import TrainedUnits
-from hf_zero.core.step.written import WrittenValues, have_written, note_added, refuse_added, saved_empty, take_written
+from hf_zero.core.step.written import WrittenValues, have_written, holds_apart, note_added, refuse_added, saved_empty, take_written
 from hf_zero.core.units.unit import Unit, trained_of
 from hf_zero.core.units.values import adopt_writes, agree_on_scales, all_gather_updated, publish
 from hf_zero.errors import StateError, UnsupportedError
@@ -35,7 +35,7 @@ _WRITTEN = 2  # a script has written gradients
 _ADDED = 3  # a backward has added to a gradient that a script had written
 _REFUSED = 4  # a script has written values to a parameter that cannot accept them
 _STEPS = same_call("step()")
-_ANSWERS = 3  # numbers in the message of a vote; one more where a device may skip
+_ANSWERS = 3  # numbers in the message of a vote; one more where a device may skip, and where ranks hold different parameters
 _READ_AT_ONCE = ("cpu",)  # types of devices whose values the host reads without a wait
 
 
@@ -230,21 +230,19 @@ class Stepper:
         parts = self.optimizer.own.parts
         parts.take(forward=False)
         units = self.runtime.units()
-        look = WrittenValues(units, self.collectives.data, self.runtime.idle, refused or parts.refusal() or saved_empty(units))
-        alike = [_STEPS, same_pace(self.runtime.micro_steps)]
-        if self.everyone is self.collectives.data:  # stages of a pipeline have units of their own
-            alike.append(look.alike())
-        alike.append(self.trained.alike())  # also removes tensors that a script has added to the groups
+        refused = refused or parts.refusal() or saved_empty(units)
+        look = WrittenValues(units, self.collectives.data, self.everyone, self.runtime.idle, refused)
+        alike = [_STEPS, same_pace(self.runtime.micro_steps), *look.alike(), self.trained.alike()]
         written = _WRITTEN if have_written(self.reducer) else _CHANGED if self._has_changed() else 0
         written = _REFUSED if look.refused else _ADDED if self.reducer.added_to else written
-        answers = [written, signals.heard(), int(self.trained.waits()), *([int(not self._can_skip_late())] if self._may_skip_late else [])]
+        late = [int(not self._can_skip_late())] * self._may_skip_late
+        answers = [written, signals.heard(), int(self.trained.waits()), *late, *look.noted]
         if self.everyone.world > 1:
             answers = agree(self.everyone, [*alike, same_groups(self.optimizer.inner), same_clipping(self.settings.max_norm)], answers)
-        if answers[0] == _REFUSED:
-            look.refuse(self.everyone)
+        look.settle([answers[0] == _REFUSED, *answers[_ANSWERS + len(late) :]], self.everyone)
         if answers[0] == _ADDED:
             refuse_added(self.reducer, self.everyone)
-        return Agreed(answers[0] >= _WRITTEN, answers[1], bool(answers[2]), answers[0] >= _CHANGED, answers[3:] != [0])
+        return Agreed(answers[0] >= _WRITTEN, answers[1], bool(answers[2]), answers[0] >= _CHANGED, answers[3:][: len(late)] != [0])
 
     def meet(self, what: str) -> None:
         """Wait for all ranks before a collective operation that the script begins, between backward and step; collective, on the host.
@@ -253,7 +251,8 @@ class Stepper:
             StateError: On every rank, if some ranks do something else.
         """
         if self.everyone.world > 1:
-            agree(self.everyone, [same_call(what)], [0] * (_ANSWERS + self._may_skip_late))
+            count = _ANSWERS + self._may_skip_late + holds_apart(self.collectives.data, self.everyone)
+            agree(self.everyone, [same_call(what)], [0] * count)
 
     def _has_changed(self) -> bool:
         """Return whether the gradients have changed since ``measure`` took their norm, or may have; local."""

@@ -14,7 +14,8 @@ from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.schedule.read_gradients import ShownGradients
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.step.agreement import Alike, agree
-from hf_zero.core.units.registration import take_written_loose
+from hf_zero.core.units.marks import is_part, tp_shard_of
+from hf_zero.core.units.registration import loose_params, take_written_loose
 from hf_zero.core.units.sharded_parameter import gradients_of, refusal, set_gradient
 from hf_zero.core.units.unit import Unit
 from hf_zero.core.units.values import adopt_writes
@@ -191,34 +192,43 @@ class WrittenValues:
     A rank cannot raise alone. So a digest, which the ranks compare in the vote of the step, contains the writes that this rank refuses, and
     the parameters that it has seen written inside forwards or inside contexts that did not compare them at their end.
 
+    [Note: written parts] With tensor parallelism, pipelines and experts, ranks have parts of the model that differ, so their digests
+    differ too. The vote then finds whether any rank has written or refused something. If so, the ranks exchange their records, and each
+    record must be the same on all ranks that hold the same part of the parameter.
+
     Attributes:
         refused: Error of a write that is refused; empty if there is none.
-        digest: Digest of refused and recorded writes; 0 if there are none.
+        noted: Answer of this rank for the vote, whether it has refused or recorded writes; empty if all ranks hold the same parameters.
 
     Args:
-        units: All units of the engine, in the same order on all ranks.
+        units: All units of the engine, in the same order on all ranks that hold them.
         network: Network of the ranks that hold the engine's parameters that belong to no unit.
+        everyone: Network of all ranks of the engine.
         idle: No backward of the forwards so far can follow.
         refused: Error of an earlier write; empty if there is none.
     """
 
-    def __init__(self, units: Sequence[Unit], network: Collectives, idle: bool, refused: str = "") -> None:
+    def __init__(self, units: Sequence[Unit], network: Collectives, everyone: Collectives, idle: bool, refused: str = "") -> None:
         self.refused = refused
-        self._names: list[str] = []
+        self._units, self._network = units, network
+        self._records: dict[str, int] = {}
         for unit in units:
             try:
                 adopt_writes(unit, idle)
                 unit.derived.require_current(unit.name)
             except StateError as error:
                 self.refused = self.refused or str(error)
-            self._names += [f"{unit.layout.slots[index].name} {checksum}" for index, checksum in sorted(unit.written.take().items())]
-        self._names += [f"{name} {checksum}" for name, checksum in sorted(take_written_loose(network).items())]
-        noted = self.refused or self._names
-        self.digest = zlib.crc32(repr((self.refused, self._names)).encode()) if noted else 0
+            found = sorted(unit.written.take().items())
+            self._records.update({_part_of(unit.layout.slots[index].name, unit.params[index]): record for index, record in found})
+        loose = dict(loose_params(network))
+        self._records.update({_part_of(name, loose.get(name)): record for name, record in sorted(take_written_loose(network).items())})
+        self._apart = holds_apart(network, everyone)
+        self.noted = [int(bool(self.refused or self._records))] if self._apart else []
 
-    def alike(self) -> Alike:
-        """Return the digest as a fact for a vote, with an error that names parameter and ranks."""
-        return Alike([self.digest], self.refuse)
+    def alike(self) -> list[Alike]:
+        """Return the digest as a fact for a vote, with an error that names parameter and ranks; empty if ranks hold other parameters."""
+        digest = zlib.crc32(repr((self.refused, self._records)).encode()) if self.refused or self._records else 0
+        return [] if self._apart else [Alike([digest], self.refuse)]
 
     def refuse(self, collectives: Collectives) -> NoReturn:
         """Raise the error of a write that was refused on any of the ranks, or was made on some ranks only; collective.
@@ -226,28 +236,75 @@ class WrittenValues:
         Raises:
             StateError: Always, on all ranks.
         """
-        by_rank: list[tuple[str, list[str]]] = collectives.gather_objects((self.refused, self._names), "written parameters")
+        self.compare(collectives)
+        raise StateError("the ranks have written different parameters, see docs/parameters.md")
+
+    def settle(self, noted: Sequence[int], collectives: Collectives) -> None:
+        """Compare the records of all ranks if ``noted``, the vote's answer to this object's, says that a rank has any; collective."""
+        if any(noted):
+            self.compare(collectives)
+
+    def compare(self, collectives: Collectives) -> None:
+        """Compare the records of all ranks, [Note: written parts]; collective.
+
+        Raises:
+            StateError: On all ranks, if a write was refused on any of them, or was made on some of the ranks that hold a parameter only.
+        """
+        by_rank: list[tuple[str, dict[str, int]]] = collectives.gather_objects((self.refused, self._records), "written parameters")
         for rank, (refused, _) in enumerate(by_rank):
             if refused:
                 raise StateError(f"{refused} (rank {rank})")
-        everywhere = set(by_rank[0][1]).intersection(*(names for _, names in by_rank[1:]))
-        written = next(name for _, names in by_rank for name in names if name not in everywhere)
-        ranks = ", ".join(str(rank) for rank, (_, names) in enumerate(by_rank) if written in names)
-        raise StateError(
-            f"parameter {written.rpartition(' ')[0]} was written on rank(s) {ranks} of {len(by_rank)}, and not written, or "
-            "written with other values or at another time, on the remaining ranks: the ranks would train different models. Write the same "
-            "values on all ranks, or write inside `with hf_zero.zero.GatheredParameters([parameter], modifier_rank=0):`. If an optimizer "
-            "of the script's own updates it, its gradient is each rank's own: put the parameter into a param group of engine.optimizer, or "
-            "average the gradient over ranks first"
-        )
+        written = dict.fromkeys(part for _, records in by_rank for part in records)
+        held: list[Container[str]] = [written] * len(by_rank)
+        if self._apart:
+            held = collectives.gather_objects([part for part in self._held() if part in written], "held parameters")
+        for part in written:
+            holders = [rank for rank, parts in enumerate(held) if part in parts]
+            records = {rank: by_rank[rank][1].get(part) for rank in holders}
+            if len(set(records.values())) > 1:
+                first = next(record for record in records.values() if record is not None)
+                ranks = ", ".join(str(rank) for rank, record in records.items() if record == first)
+                inside = "" if self._apart else ", or inside `with hf_zero.zero.GatheredParameters([parameter], modifier_rank=0):`"
+                raise StateError(
+                    f"parameter {part} was written on rank(s) {ranks} of {len(by_rank)}, and not written, or written with other values or "
+                    "at another time, on the remaining ranks that hold it: the ranks would train different models. Write the same values "
+                    f"on all ranks{inside}. If an optimizer of the script's own updates it, its gradient is each rank's own: put the "
+                    "parameter into a param group of engine.optimizer, or average the gradient over ranks first"
+                )
+
+    def _held(self) -> Iterator[str]:
+        """Yield the parts of parameters that this rank holds."""
+        for unit in self._units:
+            for slot, param in zip(unit.layout.slots, unit.params, strict=True):
+                yield _part_of(slot.name, param)
+        for name, param in loose_params(self._network):
+            yield _part_of(name, param)
 
     def agree(self, collectives: Collectives) -> None:
-        """Compare the digests outside of a step; collective.
+        """Compare the records outside of a step; collective.
 
         Raises:
             StateError: On all ranks, if a write was refused, or made on some ranks only.
         """
         if collectives.world > 1:
-            agree(collectives, [self.alike()])
+            self.settle(agree(collectives, self.alike(), self.noted), collectives)
         if self.refused:
             raise StateError(self.refused)
+
+
+def holds_apart(data: Collectives, everyone: Collectives) -> bool:
+    """Return whether some ranks of an engine hold parameters, or parts of them, that other ranks do not hold; local.
+
+    Args:
+        data: Network of the data-parallel axis.
+        everyone: Network of all ranks of the engine.
+    """
+    return everyone.world != data.world or data.topology.expert is not None
+
+
+def _part_of(name: str, param: torch.Tensor | None) -> str:
+    """Return the name of a parameter, followed by the indices that this rank holds if it has only a part."""
+    part = tp_shard_of(param) if param is not None and is_part(param) else None
+    if part is None:
+        return name
+    return f"{name}[{', '.join(f'{run.start}:{run.stop}' for run in part.ranges)}, dimension {part.dim}]"

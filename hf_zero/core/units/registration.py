@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -102,6 +102,13 @@ def noted_loose(param: torch.Tensor) -> tuple[NotedWrites[str], str]:
     """
     network, name = _loose[param]
     return _written_loose.setdefault(network, NotedWrites()), name
+
+
+def loose_params(network: Collectives) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and tensor of the parameters that ``register_loose`` recorded for ``network``, and that are in no unit now."""
+    for param, (recorded, name) in list(_loose.items()):
+        if recorded is network and find_unit(param) is None:
+            yield name, param
 
 
 def take_written_loose(network: Collectives) -> dict[str, int]:
