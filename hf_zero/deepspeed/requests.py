@@ -116,6 +116,8 @@ def load_module_state_dict(
 ) -> None:
     """Load unsharded weights into the module and its masters; collective at stage 3, where rank 0's values are used.
 
+    Ranks that hold parts of layers (tensor parallelism, experts) or stages of a pipeline load what each of them holds.
+
     Args:
         engine: The engine.
         checkpoint: Unsharded weights by name, or a dict that has them under "module", the same on every rank; at stage 3 only rank 0's
@@ -130,7 +132,9 @@ def load_module_state_dict(
     engine.offloaded_states.require_none("load_module_state_dict()")
     within = checkpoint.get("module")
     state_dict = dict(within if isinstance(within, Mapping) else checkpoint)
-    with GatheredParameters(list(engine.module.parameters()), modifier_rank=0, enabled=engine.stage_policy.parameters_sharded):
+    topology = engine.collectives.topology
+    source = 0 if topology.model is None and topology.expert is None else None
+    with GatheredParameters(list(engine.module.parameters()), modifier_rank=source, enabled=engine.stage_policy.parameters_sharded):
         if custom_load_fn is not None:
             custom_load_fn(src=state_dict, dst=engine.module)
         else:

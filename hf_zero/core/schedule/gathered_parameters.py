@@ -225,7 +225,8 @@ def _require_complete(
     Raises:
         StateError: The parameters are divided over a pipeline, or one of them over ranks of tensor or expert parallelism.
     """
-    found = [(unit.params[index], unit.collectives, unit.layout.slots[index].name) for unit in wanted for index in wanted[unit]]
+    found: list[tuple[torch.Tensor | None, Collectives, str]] = []
+    found += [(unit.params[index], unit.collectives, unit.layout.slots[index].name) for unit in wanted for index in wanted[unit]]
     found += [(param, network, noted_loose(param)[1]) for param, network in loose]
     names = [name for param, net, name in found if param is not None and (is_part(param) or net.topology.pipe is not None)]
     if names or has_others:

@@ -277,8 +277,8 @@ class WrittenValues:
         for unit in self._units:
             for slot, param in zip(unit.layout.slots, unit.params, strict=True):
                 yield _part_of(slot.name, param)
-        for name, param in loose_params(self._network):
-            yield _part_of(name, param)
+        for name, loose in loose_params(self._network):
+            yield _part_of(name, loose)
 
     def agree(self, collectives: Collectives) -> None:
         """Compare the records outside of a step; collective.
