@@ -27,6 +27,7 @@ WATCHED = frozenset(
         "pytorch_lightning.loops.training_epoch_loop",
         "pytorch_lightning.plugins.precision.deepspeed",
         "pytorch_lightning.trainer.connectors.signal_connector",
+        "safetensors.torch",
         "torch.distributed.launcher.api",
         "transformers.integrations.deepspeed",
         "transformers.modeling_utils",

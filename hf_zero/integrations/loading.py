@@ -207,7 +207,10 @@ def tie_weights(method: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def fill_sharded(method: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Replace ``_load_state_dict_into_zero3_model``, which fills a sharded model from a checkpoint: prevent a hang; collective.
+    """Replace ``_load_state_dict_into_zero3_model``, which fills a sharded model from a checkpoint; collective.
+
+    It prevents a hang, and it keeps only the conversions of names that the checkpoint needed. transformers would keep all of them and undo
+    them in ``save_pretrained``: a BERT's ``LayerNorm.weight`` would be saved as ``LayerNorm.gamma``.
 
     [Note: values that a module adds as it loads] Only rank 0 loads a module; then all ranks broadcast the buffers in the state dict. A
     module may add values to it that its checkpoint lacks (a batch norm adds ``num_batches_tracked``), and only rank 0 would broadcast them.
@@ -223,10 +226,18 @@ def fill_sharded(method: Any, model: nn.Module, *args: Any, **kwargs: Any) -> An
     for module in adding:
         _without_additions(module)
     try:
-        return method(model, *args, **kwargs)
+        found = method(model, *args, **kwargs)
     finally:
         for module in adding:
             del module.__dict__["_load_from_state_dict"]
+    conversions: Any = model.__dict__.get("_weight_conversions")
+    if conversions is not None:
+        model.__dict__["_weight_conversions"] = [conversion for conversion in conversions if _was_used(conversion)]
+    return found
+
+
+def _was_used(conversion: Any) -> bool:
+    return bool(getattr(conversion, "was_used", lambda: True)())  # transformers before 5.20 does not record it
 
 
 def _without_additions(module: nn.Module) -> None:

@@ -292,6 +292,15 @@ SAVE_MODEL = Method(
     "Trainer.save_model",
     "a trainer with its own _save method (sentence-transformers) fails to save at stage 3",
 )
+FILES = tuple(
+    Method(
+        "safetensors.torch",
+        name,
+        f"{name} refuses modules that an engine holds (sentence-transformers saves its own layers with it)",
+        around="hf_zero.integrations.saves:with_own_tensors",
+    )
+    for name in ("save_model", "load_model")
+)
 MISSING_KEYS = Method(
     "transformers.modeling_utils",
     "PreTrainedModel._initialize_missing_keys",
@@ -367,5 +376,5 @@ METHODS = (
     BACKWARD, BACKWARD_OF_SEVERAL, PREPARE_ONE, STEP,
     ZERO_GRAD, NORM, CLIP,
     FILL, PROCESS, OPTIMIZERS, FILL_SHARDED, CONFIGURATION, ARGUMENTS, AGENT, CONTEXT_SIZE, PREPARE_CP, CONTEXT, CONTEXT_INPUTS,
-    PARALLELISM, RECURRENT, INPUTS, *HASHES, *COUNTS,
+    PARALLELISM, RECURRENT, INPUTS, *HASHES, *COUNTS, *FILES,
 )  # fmt: skip

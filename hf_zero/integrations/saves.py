@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 from hf_zero.core.engine import Engine
 from hf_zero.core.units.marks import tp_shard_of
-from hf_zero.core.units.unit import is_sharded
+from hf_zero.core.units.unit import find_unit, is_sharded
 from hf_zero.deepspeed.held_weights import given_to_another_rank
 from hf_zero.errors import StateError
 from hf_zero.integrations import callers, methods
@@ -84,6 +85,43 @@ def _save_pretrained(module: Any, *args: Any, **kwargs: Any) -> Any:
     if whole is not None:
         kwargs["state_dict"] = whole
     return method(module, *args, **kwargs)
+
+
+class _OwnTensors:
+    """Stand-in for a module in safetensors' ``save_model`` and ``load_model``: none of its tensors is a part of a unit's buffer.
+
+    Both functions refuse a tensor that does not cover its whole storage.
+
+    Args:
+        module: The module, inside of an engine's model.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.load_state_dict = module.load_state_dict
+        self._module = module
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return copies of the module's tensors; tied tensors are one copy. Sharded ones come from the weights that were gathered."""
+        values = self._module.state_dict()
+        if any(is_sharded(param) for param in self._module.parameters()):
+            return gathered_for(self._module) or values
+        copies: dict[tuple[Any, ...], torch.Tensor] = {}
+        for name, value in values.items():
+            copy = copies.setdefault((value.data_ptr(), value.shape, value.stride()), value)
+            values[name] = copies[value.data_ptr(), value.shape, value.stride()] = copy.clone() if copy is value else copy
+        return values
+
+
+def with_own_tensors(function: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace ``safetensors.torch.save_model`` and ``load_model``: give them a part of an engine's model as ``_OwnTensors``. Local.
+
+    sentence-transformers saves layers of its own this way, on all ranks. A rank that did not get the gathered weights writes nothing.
+    """
+    if not isinstance(model, nn.Module) or all(find_unit(param) is None for param in model.parameters()):
+        return function(model, *args, **kwargs)
+    if function.__name__ == "save_model" and any(map(is_sharded, model.parameters())) and given_to_another_rank(model):
+        return None
+    return function(_OwnTensors(model), *args, **kwargs)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,80 @@
+"""Files that a trainer's own ``_save`` writes with safetensors' ``save_model``, and names of weights in saved files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support import ranks, trainers
+
+
+def _own_files(models: Path, folder: Path, stage: int) -> None:
+    """Save a layer and the tied model by ``save_model`` on each rank; ranks without gathered weights write nothing."""
+    from safetensors.torch import load_file, load_model, save_model
+    from transformers import Trainer
+
+    class OwnFiles(Trainer):  # type: ignore[misc]
+        def _save(self, output_dir: str | None = None, state_dict: object = None) -> None:
+            save_model(self.model.transformer.h[0], folder / f"layer{ranks.rank()}.safetensors")
+            save_model(self.model, folder / f"model{ranks.rank()}.safetensors")
+
+    with trainers.clean_state():
+        args = trainers.arguments(folder, trainers.zero_config(stage), max_steps=1)
+        trainer = OwnFiles(model=trainers.load(models), args=args, train_dataset=trainers.rows(16, 1))
+        trainer.train()
+        trainer.save_model(str(folder / "out"))
+        torch.distributed.barrier()
+        assert trainer.model_wrapped.zero_optimization_stage() == stage
+        expected = trainers.weights_of(trainer.model)
+        assert (folder / "layer1.safetensors").exists() == (folder / "model1.safetensors").exists() == (stage < 3)
+        found = load_file(folder / "model0.safetensors")
+        for name, value in load_file(folder / "layer0.safetensors").items():
+            assert torch.equal(value, found[f"transformer.h.0.{name}"])
+        tied = {"lm_head.weight", "transformer.wte.weight"}
+        for name, value in expected.items():
+            assert any(torch.equal(found[other], value) for other in (tied if name in tied else {name}) & found.keys()), name
+        if stage < 3:
+            assert len(tied & found.keys()) == 1, "tied weights are one tensor of the file"
+            with torch.no_grad():
+                for param in trainer.model.transformer.h[0].parameters():
+                    param.zero_()
+            load_model(trainer.model, folder / "model0.safetensors")
+            loaded = trainers.weights_of(trainer.model)
+            assert all(torch.equal(loaded[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_trainer_that_saves_parts_of_its_model(stage: int, trainer_models: Path, tmp_path: Path) -> None:
+    ranks.run_ranks(_own_files, 2, trainer_models, tmp_path, stage)
+
+
+def _names(folder: Path) -> None:
+    from safetensors.torch import load_file
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(
+        vocab_size=trainers.VOCAB,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=32,
+    )
+    with trainers.clean_state():
+        if ranks.rank() == 0:
+            BertModel(config).save_pretrained(folder / "plain")
+        torch.distributed.barrier()
+        trainers.forget()
+        kept = trainers.arguments(folder, trainers.zero_config(3))
+        model = BertModel.from_pretrained(folder / "plain")
+        model.save_pretrained(folder / "saved", state_dict=trainers.weights_of(model), is_main_process=ranks.rank() == 0)
+        torch.distributed.barrier()
+        plain, saved = (load_file(folder / name / "model.safetensors") for name in ("plain", "saved"))
+        assert "embeddings.LayerNorm.weight" in plain and plain.keys() == saved.keys()
+        assert all(torch.equal(saved[name], value) for name, value in plain.items()) and kept is not None
+
+
+def test_a_bert_keeps_the_names_of_its_weights(tmp_path: Path) -> None:
+    ranks.run_ranks(_names, 2, tmp_path)
