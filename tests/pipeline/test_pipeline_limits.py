@@ -75,7 +75,7 @@ def refused_writes(folder: str) -> None:
     says = r"layers\.1\.mlp\.up_proj\.weight has shape .* was given data of shape \(3,\)"
     with pytest.raises(hf_zero.errors.StateError, match=says):
         engine.step()
-    with pytest.raises(hf_zero.errors.StateError if ranks.rank() == 1 else hf_zero.errors.CheckpointError, match=says):
+    with pytest.raises(hf_zero.errors.StateError, match=says):
         engine.save_checkpoint(folder)
     engine.destroy()
 

@@ -222,7 +222,7 @@ class WrittenValues:
             self._records.update({_part_of(unit.layout.slots[index].name, unit.params[index]): record for index, record in found})
         loose = dict(loose_params(network))
         self._records.update({_part_of(name, loose.get(name)): record for name, record in sorted(take_written_loose(network).items())})
-        self._apart = holds_apart(network, everyone)
+        self._apart = parts_differ(network, everyone)
         self.noted = [int(bool(self.refused or self._records))] if self._apart else []
 
     def alike(self) -> list[Alike]:
@@ -292,7 +292,7 @@ class WrittenValues:
             raise StateError(self.refused)
 
 
-def holds_apart(data: Collectives, everyone: Collectives) -> bool:
+def parts_differ(data: Collectives, everyone: Collectives) -> bool:
     """Return whether some ranks of an engine hold parameters, or parts of them, that other ranks do not hold; local.
 
     Args:
