@@ -132,7 +132,7 @@ class GatheredParameters:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for unit in self._wanted:
             unit.gathers -= 1
-            if unit.whole.assigned():
+            if unit.whole.assigned() or unit.alone.assigned():
                 separate(unit)
         refusal = self._settle(failed=kind is not None) if self._modifier_rank is None else None
         while self._alone:

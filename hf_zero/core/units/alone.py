@@ -124,6 +124,15 @@ class AloneParams:
             self._joined = False
             self._unit.unpin()
 
+    def values(self) -> dict[int, torch.Tensor]:
+        """Return the held parameters' own tensors by position."""
+        return {index: held.value for index, held in self._held.items()}
+
+    def assigned(self) -> bool:
+        """Return whether a held parameter was pointed at other memory; local."""
+        shown = ((self._unit.params[index], value) for index, value in self.values().items())
+        return any(param is not None and value.numel() and param.data_ptr() != value.data_ptr() for param, value in shown)
+
     def take_assigned(self) -> None:
         """Copy ``data`` that was assigned to held parameters (``param.data = value``) into their own tensors; local."""
         for index, held in self._held.items():

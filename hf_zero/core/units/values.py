@@ -190,10 +190,11 @@ def separate(unit: Unit) -> None:
     training = unit.belongs_to() if unit.belongs_to is not None else None
     units = training.units() if training is not None else [unit]
     by_memory = {memory: one for one in units if (memory := one.whole.flat.untyped_storage().data_ptr())}
+    by_memory |= {value.untyped_storage().data_ptr(): one for one in units for value in one.alone.values().values()}
     for one in units:
         for index, param in enumerate(one.params):
             holder = by_memory.get(param.untyped_storage().data_ptr()) if param is not None and param.numel() else None
-            if param is None or holder is None or param.data_ptr() == one.whole.view(index).data_ptr():
+            if param is None or holder is None or param.data_ptr() == _place_of(one, index):
                 continue
             other = _at(holder, param)
             if other:
@@ -205,8 +206,20 @@ def separate(unit: Unit) -> None:
             point(param, param.data.clone(), empties=False)
 
 
+def _place_of(unit: Unit, index: int) -> int:
+    """Return the address of the values of parameter ``index``: in the whole buffer, or in a tensor of its own if it was gathered alone."""
+    alone = unit.alone.values()
+    return (alone[index] if index in alone else unit.whole.view(index)).data_ptr()
+
+
 def _at(holder: Unit, param: torch.Tensor) -> str:
     """Return the name of a parameter in its own place in ``holder`` whose memory ``param`` uses too; "" if there is none."""
+    for index, value in holder.alone.values().items():
+        other = holder.params[index]
+        if other is not None and other is not param and param.data_ptr() == other.data_ptr() == value.data_ptr():
+            return holder.layout.slots[index].name
+    if param.untyped_storage().data_ptr() != holder.whole.flat.untyped_storage().data_ptr():
+        return ""
     start = (param.data_ptr() - holder.whole.flat.data_ptr()) // holder.whole.flat.element_size()
     for index, slot in enumerate(holder.layout.slots):
         other = holder.params[index]
