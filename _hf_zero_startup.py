@@ -49,8 +49,10 @@ def _is_importable():  # type: ignore[no-untyped-def]
         return True
     from importlib.machinery import PathFinder
 
-    package = sys.modules.get("hf_zero")
-    spec = PathFinder.find_spec("hf_zero") if package is None else getattr(package, "__spec__", None)
+    package = sys.modules.get("hf_zero", False)
+    if package is None:  # imports of it are barred, as for zero_to_fp32.py alone
+        return False
+    spec = PathFinder.find_spec("hf_zero") if package is False else getattr(package, "__spec__", None)
     if spec is None:  # the package is gone, or something without a spec stands in for it
         return False
     places = spec.submodule_search_locations
