@@ -147,7 +147,8 @@ def check_waits(folder: Path) -> None:
             clock.seconds += 100
         _step(engine, 1)
         found, waited = records.found[-1], ("gathers", "reductions", "votes")
-        assert found[f"{PREFIX}least_rank"] == 1 and found[f"{PREFIX}least"] == 0 < found[f"{PREFIX}median"] == 0.5
+        assert found[f"{PREFIX}least_rank"] == 1 and found[f"{PREFIX}least"] == 0
+        assert math.isclose(found[f"{PREFIX}median"], 0.5, rel_tol=1e-6)  # the sum of several kinds of waits may be rounded
         if ranks.rank():
             assert found["Train/Waited/data"] == found["Train/Speed/seconds_per_step"] == 100
             handle.remove()
