@@ -121,13 +121,13 @@ def _of_peer(job: Job, on_host: bool = False) -> nn.Module:
 
     Initial values are drawn on the device even ``on_host``, unless the model fills half of it: a host takes a minute for a billion.
     """
-    place = torch.device(job.device)
-    if on_host and job.device != "cpu":
+    place, moves = torch.device(job.device), on_host and job.device != "cpu"
+    if moves:
         with torch.device("meta"):
             nbytes = sum(4 * param.numel() for param in build_model(job.shape, job.size).parameters())
         place = place if 2 * nbytes <= job.cap_gib * 2**30 else torch.device("cpu")
     model = built(job, place)
-    if on_host and job.device != "cpu":
+    if moves:
         model = model.to("cpu")
     for block in blocks_of(model) if job.compiled == "blocks" else ():
         block.compile(backend=job.backend)

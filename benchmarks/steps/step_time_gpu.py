@@ -219,8 +219,11 @@ def table_of(
     }
     more = "" if arguments.table == "eager" else f" --table {arguments.table}"
     file = "step_time_gpu" if arguments.table == "eager" else f"{arguments.table}_gpu"
+    tokens = ""
+    if size["batch"] != table.size["batch"] and not arguments.toy:
+        tokens, more, file = f", {size['batch']} x {size['length']} tokens,", f"{more} --batch {size['batch']}", f"{file}_{size['batch']}"
     return ResultTable(
-        title=f"{title[arguments.table]} on {world} x {machine()['device']}",
+        title=f"{title[arguments.table]}{tokens} on {world} x {machine()['device']}",
         command=f"python -m benchmarks.steps.step_time_gpu{more} --json benchmarks/results/{file}.json",
         text=f"Llama shape, {size['layers']} layers, width {size['width']}, vocabulary {size['vocab']}, {parameters / 1e9:.3f} G "
         f"parameters without the input embeddings, random weights, {size['batch']} x {size['length']} tokens per rank, {world} rank(s), "

@@ -107,8 +107,10 @@ class _OwnTensors:
             return gathered_for(self._module) or values
         copies: dict[tuple[Any, ...], torch.Tensor] = {}
         for name, value in values.items():
-            copy = copies.setdefault((value.data_ptr(), value.shape, value.stride()), value)
-            values[name] = copies[value.data_ptr(), value.shape, value.stride()] = copy.clone() if copy is value else copy
+            place = value.data_ptr(), value.shape, value.stride()
+            if place not in copies:
+                copies[place] = value.clone()
+            values[name] = copies[place]
         return values
 
 

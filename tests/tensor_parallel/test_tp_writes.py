@@ -93,3 +93,21 @@ def test_second_optimizer_that_differs_between_ranks_is_an_error_on_all() -> Non
     with pytest.raises(RankError) as error:
         run_ranks(second_optimizer, 2, True)
     assert all(f"parameter {NORM} was written on rank(s)" in outcome.text for outcome in error.value.outcomes)
+
+
+def own_parts_loaded(stage: int) -> list[float]:
+    """Return the largest change of a copied and of a divided parameter after weights that were overwritten have been loaded back."""
+    engine = engine_over(stage, {"tensor_parallel": {"autotp_size": 2}})
+    params = [engine.module.get_parameter(name) for name in (NORM, SPLIT)]
+    with hf_zero.zero.GatheredParameters(list(engine.module.parameters())), torch.no_grad():
+        kept = {name: param.detach().clone() for name, param in engine.module.named_parameters()}
+        for param in params:
+            param.fill_(7.0)
+    engine.load_module_state_dict(kept)
+    with hf_zero.zero.GatheredParameters(params):
+        return [float((param - kept[name]).abs().max()) for name, param in zip((NORM, SPLIT), params, strict=True)]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_each_rank_loads_the_parts_that_it_holds(stage: int) -> None:
+    assert run_ranks(own_parts_loaded, 2, stage) == [[0.0, 0.0]] * 2

@@ -242,7 +242,9 @@ class Stepper:
         look.settle([answers[0] == _REFUSED, *answers[_ANSWERS + len(late) :]], self.everyone)
         if answers[0] == _ADDED:
             refuse_added(self.reducer, self.everyone)
-        return Agreed(answers[0] >= _WRITTEN, answers[1], bool(answers[2]), answers[0] >= _CHANGED, answers[3:][: len(late)] != [0])
+        return Agreed(
+            answers[0] >= _WRITTEN, answers[1], bool(answers[2]), answers[0] >= _CHANGED, answers[_ANSWERS : _ANSWERS + len(late)] != [0]
+        )
 
     def meet(self, what: str) -> None:
         """Wait for all ranks before a collective operation that the script begins, between backward and step; collective, on the host.

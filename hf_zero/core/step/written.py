@@ -220,8 +220,9 @@ class WrittenValues:
                 self.refused = self.refused or str(error)
             found = sorted(unit.written.take().items())
             self._records.update({_part_of(unit.layout.slots[index].name, unit.params[index]): record for index, record in found})
-        loose = dict(loose_params(network))
-        self._records.update({_part_of(name, loose.get(name)): record for name, record in sorted(take_written_loose(network).items())})
+        written = take_written_loose(network)
+        loose = dict(loose_params(network)) if written else {}
+        self._records.update({_part_of(name, loose.get(name)): record for name, record in sorted(written.items())})
         self._apart = parts_differ(network, everyone)
         self.noted = [int(bool(self.refused or self._records))] if self._apart else []
 
