@@ -239,12 +239,11 @@ class Stepper:
         answers = [written, signals.heard(), int(self.trained.waits()), *late, *look.noted]
         if self.everyone.world > 1:
             answers = agree(self.everyone, [*alike, same_groups(self.optimizer.inner), same_clipping(self.settings.max_norm)], answers)
-        look.settle([answers[0] == _REFUSED, *answers[_ANSWERS + len(late) :]], self.everyone)
+        waits, noted = answers[_ANSWERS : _ANSWERS + len(late)], answers[_ANSWERS + len(late) :]
+        look.settle([answers[0] == _REFUSED, *noted], self.everyone)
         if answers[0] == _ADDED:
             refuse_added(self.reducer, self.everyone)
-        return Agreed(
-            answers[0] >= _WRITTEN, answers[1], bool(answers[2]), answers[0] >= _CHANGED, answers[_ANSWERS : _ANSWERS + len(late)] != [0]
-        )
+        return Agreed(answers[0] >= _WRITTEN, answers[1], bool(answers[2]), answers[0] >= _CHANGED, waits != [0])
 
     def meet(self, what: str) -> None:
         """Wait for all ranks before a collective operation that the script begins, between backward and step; collective, on the host.
