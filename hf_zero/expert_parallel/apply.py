@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import chain
 
 from torch import nn
@@ -10,15 +11,16 @@ from torch import nn
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.topology import Topology
 from hf_zero.core.schedule.torch_internals import leave_out_of_graphs
+from hf_zero.core.units.divided import mark_join
 from hf_zero.core.units.guards import guard_state_dict
 from hf_zero.core.units.layout import Range
-from hf_zero.core.units.marks import TpShard, is_elsewhere, is_expert, is_part
+from hf_zero.core.units.marks import TpShard, is_elsewhere, is_expert, is_part, tp_shard_of
 from hf_zero.core.units.unit import find_unit, full_shape
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from hf_zero.expert_parallel import stacked
 from hf_zero.expert_parallel.adapters import check_adapters, check_adapters_beside_split_layers, divide_adapters, keep_part, require_divided
 from hf_zero.expert_parallel.dispatch import Shares
-from hf_zero.expert_parallel.exchange import SharedTokens
+from hf_zero.expert_parallel.exchange import SharedTokens, join_experts
 from hf_zero.expert_parallel.find import ExpertLayer, ListedExperts, StackedExperts, find_experts, shape_of_all
 from hf_zero.expert_parallel.held import held_layers, held_of, release_held
 from hf_zero.expert_parallel.listed import ListedLayer
@@ -93,6 +95,7 @@ def divide_model(model: nn.Module, topology: Topology) -> nn.Module:
     for layer in layers:
         shares = Shares(collectives, layer.count, SharedTokens(tensor, layer.path) if tensor is not None else None)
         _divide(layer, shares)
+        _join_for_losses(layer, shares)
         setattr(layer.module, _SHARES, shares)
     for put_in in tables:
         put_in([layer.module for layer in layers if isinstance(layer, StackedExperts)])
@@ -139,6 +142,16 @@ def _divide(layer: ExpertLayer, shares: Shares) -> None:
         for param in expert.parameters():
             keep_part(param, _part(param, Range(0, shape_of_all(param)[0] if first <= index < stop else 0)))
     ListedLayer(layer.module, layer.path, layer.experts, shares)
+
+
+def _join_for_losses(layer: ExpertLayer, shares: Shares) -> None:
+    """Let a loss read all experts of the parameters of ``layer``."""
+    counts = shares.shared is None or shares.shared.collectives.rank == 0
+    for name, param in layer.module.named_parameters():
+        part = tp_shard_of(param)
+        if part is not None and part.expert and not part.elsewhere:
+            label = f"{layer.path}.{name} for a loss"
+            mark_join(param, partial(join_experts, part=part, collectives=shares.collectives, counts=counts, label=label))
 
 
 def _part(param: nn.Parameter, own: Range) -> TpShard:

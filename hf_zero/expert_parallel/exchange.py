@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.units.layout import Range
+from hf_zero.core.units.marks import TpShard, cut, paste
 from hf_zero.tensor_parallel.same_data import own_random
 
 
@@ -111,6 +112,42 @@ def beside_idle(output: torch.Tensor, weights: Iterable[torch.Tensor]) -> torch.
     if not trained:
         return output
     found: torch.Tensor = _Idle.apply(output, *trained)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Join(torch.autograd.Function):
+    """The whole of a parameter of which each rank holds some experts; backward sums its gradient over ranks, and takes this rank's part."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, part: TpShard, collectives: Collectives, counts: bool, label: str) -> torch.Tensor:
+        ctx.part, ctx.collectives, ctx.counts, ctx.label = part, collectives, counts, label
+        whole = values.new_zeros(part.full_shape)
+        paste(whole, values, part.dim, part.ranges)
+        collectives.all_reduce(whole, label).wait()
+        return whole
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        total = gradient.clone(memory_format=torch.contiguous_format) if ctx.counts else torch.zeros_like(gradient).contiguous()
+        ctx.collectives.all_reduce(total, f"gradient of {ctx.label}").wait()
+        return cut(total, ctx.part), None, None, None, None
+
+
+def join_experts(values: torch.Tensor, part: TpShard, collectives: Collectives, counts: bool, label: str) -> torch.Tensor:
+    """Return the parameter with all experts for a loss that computes with it; collective, also in backward.
+
+    Ranks have other batches, so the gradient of a penalty is a mean over ranks as that of any loss: each rank's part gets the gradients of
+    all ranks.
+
+    Args:
+        values: This rank's tensor; it may be empty.
+        part: The part of the parameter that it is.
+        collectives: The ranks that hold all experts together.
+        counts: Whether this rank's gradient counts: of ranks that compute one loss together, one does.
+        label: Name of the parameter.
+    """
+    found: torch.Tensor = _Join.apply(values, part, collectives, counts, label)  # type: ignore[no-untyped-call]
     return found
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_zero.core.schedule.torch_internals import give_number
+from hf_zero.core.units.divided import mark_join
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.marks import TpShard, Wholes, mark_tp_shard, mark_whole_reader, tp_shard_of
 from hf_zero.core.units.registration import unregister
@@ -195,6 +197,7 @@ def apply_plan(model: nn.Module, plan: TpPlan, group: ModelGroup) -> nn.Module:
             set_attribute(modules[path], name, value)
     _set_features(plan, modules, group.rank)
     _sum_gradients(plan, params, group)
+    _join_for_losses(plan, params, group)
     divided = {id(params[name]): entry for name, entry in plan.parameters.items()}
     for path in dict.fromkeys((*plan.borders, *plan.rows, *plan.random)):
         boundary = BoundaryCollectives(modules[path], path, plan, group)
@@ -261,6 +264,14 @@ def _set_features(plan: TpPlan, modules: dict[str, nn.Module], rank: int) -> Non
             module.padding_idx = padding if 0 <= padding < width else None  # type: ignore[assignment]
 
 
+def _join_for_losses(plan: TpPlan, params: dict[str, nn.Parameter], group: ModelGroup) -> None:
+    """Let a loss read the whole of each divided parameter, and count the gradient of a copy once where gradients are summed."""
+    for name, entry in plan.parameters.items():
+        mark_join(params[name], partial(functions.gather, group=group, part=_part(entry), label=f"{name} for a loss"))
+    for name in plan.summed:
+        mark_join(params[name], partial(functions.of_first, group=group))
+
+
 def _sum_gradients(plan: TpPlan, params: dict[str, nn.Parameter], group: ModelGroup) -> None:
     for name in plan.summed:
         if params[name].requires_grad:
@@ -271,7 +282,7 @@ def _sum_gradients(plan: TpPlan, params: dict[str, nn.Parameter], group: ModelGr
 
 
 def _summing(group: ModelGroup, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda grad: group.sum(grad, name)
+    return lambda grad: functions.reduce(grad, group, name)  # differentiable, [Note: derivatives of collectives]
 
 
 def _summing_shared(group: ModelGroup, name: str, entry: SplitParameter) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -291,7 +302,7 @@ def _summing_shared(group: ModelGroup, name: str, entry: SplitParameter) -> Call
         shape = list(grad.shape)
         shape[entry.dim] = union.numel()
         summands = grad.new_zeros(shape).index_copy_(entry.dim, there, grad.index_select(entry.dim, here))
-        total = group.sum(summands, name)
+        total = functions.reduce(summands, group, name)
         return grad.clone().index_copy_(entry.dim, here, total.index_select(entry.dim, there))
 
     return add

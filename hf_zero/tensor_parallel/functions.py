@@ -2,6 +2,9 @@
 
 Each function has the variants that the states of a trace need ([Note: states] in ``solve.py``). A "whole" gradient is the same on every
 rank; a "partial" gradient is one summand per rank.
+
+[Note: derivatives of collectives] A backward with ``create_graph`` (a gradient penalty) is differentiated again, so a backward calls these
+functions, not the collectives: copy and reduce are derivatives of each other, and so are gather and take.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.graph_ops import gather_from_ranks, in_graph, sum_over_ranks
@@ -141,7 +145,7 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return ctx.group.sum(grad, ctx.label), None, None
+        return _Reduce.apply(grad, ctx.group, ctx.label, False), None, None
 
 
 class _Reduce(torch.autograd.Function):
@@ -152,7 +156,8 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        return ctx.group.sum(grad, ctx.label) if ctx.both else grad, None, None, None
+        summed = _Reduce.apply(grad, ctx.group, ctx.label, True) if ctx.both else copy(grad, ctx.group, ctx.label)
+        return summed, None, None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -163,8 +168,8 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        whole = ctx.group.sum(grad, ctx.label) if ctx.both else grad
-        mine = ctx.part.take(whole, ctx.group.rank).contiguous()
+        whole = _Reduce.apply(grad, ctx.group, ctx.label, False) if ctx.both else grad
+        mine = _Take.apply(whole, ctx.group, ctx.part, ctx.label, False)
         holders = ctx.part.holders(ctx.group.rank, grad.device)
         if holders is not None:  # several ranks hold an index: sum their gradients
             mine = mine / holders.view(-1, *[1] * (mine.dim() - 1 - ctx.part.dim % mine.dim()))
@@ -182,8 +187,27 @@ class _Take(torch.autograd.Function):
         if ctx.partial:
             return ctx.part.place(grad.contiguous(), ctx.group.rank), None, None, None, None
         if ctx.part.holders(ctx.group.rank, grad.device) is not None:
-            return ctx.group.sum(ctx.part.place(grad.contiguous(), ctx.group.rank), ctx.label), None, None, None, None
-        return ctx.part.join(ctx.group.gather(grad, ctx.label)), None, None, None, None
+            summand = ctx.part.place(grad.contiguous(), ctx.group.rank)
+            return _Reduce.apply(summand, ctx.group, ctx.label, False), None, None, None, None
+        return _Gather.apply(grad, ctx.group, ctx.part, ctx.label, False), None, None, None, None
+
+
+class _OfFirst(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        ctx.rank = rank
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad if ctx.rank == 0 else torch.zeros_like(grad), None
+
+
+def of_first(tensor: torch.Tensor, group: ModelGroup) -> torch.Tensor:
+    """Return the tensor itself; backward makes its whole gradient a partial one: that of rank 0, and zeros elsewhere."""
+    found: torch.Tensor = _OfFirst.apply(tensor, group.rank)  # type: ignore[no-untyped-call]
+    return found
 
 
 def copy(tensor: torch.Tensor, group: ModelGroup, label: object) -> torch.Tensor:

@@ -13,6 +13,7 @@ import operator
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map_only
 
 from hf_zero.errors import StateError
@@ -188,7 +189,8 @@ class _RowLoss(torch.autograd.Function):
         return torch.where(counted, total.log() + highest - chosen, 0.0).to(local.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         probabilities, here, place, counted = ctx.saved_tensors
         rows = torch.where(counted, grad.float(), 0.0)
         local = probabilities * rows.unsqueeze(-1)

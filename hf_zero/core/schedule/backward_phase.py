@@ -31,6 +31,8 @@ class BackwardPhase:
         mixed: Whether, in the running backward, forwards of some micro-batches follow backwards of others (schedules of pipelines).
         micro_steps: Number of backwards so far that give gradients to parameters.
         on_user_backward: Called when a micro-step begins that the engine did not start.
+        on_begin: Called before a backward begins.
+        on_inputs: Called after a backward that gave no parameter a gradient; a loss may still follow.
         on_broken_off: Called when a micro-step has failed with an error, and its gradients are lost.
         outputs: Outputs of forwards, whose gradients show that a backward has begun.
 
@@ -51,6 +53,8 @@ class BackwardPhase:
         self.mixed = False
         self.micro_steps = 0
         self.on_user_backward: WeakMethod[Callable[[], None]] | None = None
+        self.on_begin: Callable[[], None] = _nothing
+        self.on_inputs: Callable[[], None] = _nothing
         self.on_broken_off: WeakMethod[Callable[[], None]] | None = None
         self._root = root
         self._blocks = (root, *blocks)
@@ -197,6 +201,7 @@ class BackwardPhase:
         Args:
             mixed: The micro-step has several micro-batches, whose forwards and backwards alternate; nothing is resharded in it.
         """
+        self.on_begin()
         self._collect()
         if not self.begun:
             self._begin()
@@ -212,6 +217,7 @@ class BackwardPhase:
         it reaches the first block, and all ranks must run the same kind. Where only a recomputation reaches parameters (reentrant
         checkpointing), the first gradient of a parameter decides.
         """
+        self.on_begin()
         trained = self.reducer.gradients if self.reducer is not None and not self._collects else ()
         if reaches(param for entry in trained for param in entry.unit.params if param is not None):
             self._begin_collecting()
@@ -348,6 +354,8 @@ class BackwardPhase:
         self._finish()
 
     def _finish(self) -> None:
+        if self.begun and not self._collects:
+            self.on_inputs()
         self.begun = self.mixed = self._collects = self._looked = self._differentiable = False
         SharedBackward.leave(self)
         self._stack.clear()
@@ -355,6 +363,10 @@ class BackwardPhase:
         self.outputs.clear()
         for block in self._blocks:
             block.reset()
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 def _hold(phase: BackwardPhase) -> None:

@@ -20,6 +20,7 @@ from hf_zero.core.schedule.forward_hooks import RAISED, ForwardHooks
 from hf_zero.core.schedule.gathered_parameters import external_parameters
 from hf_zero.core.schedule.schedule import ForwardPhase
 from hf_zero.core.schedule.torch_internals import in_backward, outside_transforms, replace_parameters
+from hf_zero.core.units.divided import PartsInLoss
 from hf_zero.core.units.grouping import enclosing
 from hf_zero.core.units.guards import guard_state_dict
 from hf_zero.core.units.layout import UnitState
@@ -80,6 +81,7 @@ class OutsideReads:
         self._forward = forward
         self._backward = backward
         self._block_of_unit = {id(unit): block for block in (root, *blocks) for unit in block.units}
+        self.parts_in_loss = PartsInLoss(module)
         self._wholes: Wholes = {}  # complete tensors of tensor-parallel shards, while a forward runs
         self.parts: dict[int, list[ForwardHooks]] = {}  # by the id of their block's module
 
@@ -114,9 +116,13 @@ class OutsideReads:
             if whole_reader_of(module) is not None:
                 self._guard(module)
 
-    def forget_wholes(self) -> None:
-        """Drop the complete tensors after the forward of the complete module has ended."""
+    def end_forward(self) -> None:
+        """Drop the complete tensors if no forward runs any more, and show those of divided parameters to a loss that may follow; local."""
+        if self._forward.stack:
+            return
         self._wholes.clear()
+        if self._wants_values():
+            self.parts_in_loss.show()
 
     def _guard(self, module: nn.Module) -> None:
         reader = whole_reader_of(module)
@@ -186,6 +192,8 @@ class OutsideReads:
                 self._forward.read_behind(block)
             else:
                 self._read(block)
+        if self._is_behind() and self._wants_values():
+            self.parts_in_loss.show()
 
     def _is_behind(self) -> bool:
         return not (self._forward.stack or self._backward.begun)
@@ -266,9 +274,11 @@ class LateParameter(ShardedParameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Unshard first, unless ``func`` needs no values."""
         if not _only_looks(func):
-            for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, LateParameter):
-                    _bring(leaf)
+            found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LateParameter)]
+            for leaf in found:
+                _bring(leaf)
+            if not any(isinstance(leaf, LateParameter) for leaf in found):
+                return func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 

@@ -165,6 +165,8 @@ class Runtime:
         self.updated: WeakMethod[Callable[[], dict[int, int]]] | None = None
         self.on_forward: Callable[[], None] | None = None
         self._outside_reads = OutsideReads(module, root, blocks, self.forward, self.backward)
+        self.backward.on_begin = self._outside_reads.parts_in_loss.hide
+        self.backward.on_inputs = self._outside_reads.parts_in_loss.show
         self._hooks: list[ForwardHooks] = []
         self._handles: list[Handle] = []
         self._moved: list[tuple[str, ref[torch.Tensor]]] = []  # parameters that units of other engines have taken over
@@ -270,6 +272,7 @@ class Runtime:
                 self.backward.recompute(block)
                 return
             self.backward.break_off()
+        self._outside_reads.parts_in_loss.hide()
         if self.backward.reducer is not None and torch.is_grad_enabled():  # a backward may follow
             self.backward.reducer.shown.end()
         if block is self.root and self.on_forward is not None:
@@ -285,8 +288,7 @@ class Runtime:
             if not (raised or self.backward.begun):
                 self.backward.watch(block, output)
             self.forward.leave(block, raised)
-        if block is self.root and not block.open:
-            self._outside_reads.forget_wholes()
+        self._outside_reads.end_forward()
 
     # -- interface for the engine -------------------------------------------------------------------------------------
 

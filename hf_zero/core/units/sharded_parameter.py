@@ -250,6 +250,9 @@ class WaitingParameter(_Waiting, nn.Parameter):
         return copied
 
 
+temporary: set[type[Any]] = {WaitingParameter}  # classes that an ``nn.Parameter`` loses when it is resharded
+
+
 def mark_waiting(params: Iterable[nn.Parameter | None]) -> None:
     """Give unsharded parameters the class whose ``grad`` the engine serves."""
     for param in params:
@@ -285,7 +288,7 @@ class _Empty(_Waiting):
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _counts_whole and func in _COUNTS:
             return _shape(args[0]).numel()
-        if func in _free():
+        if func in free_functions():
             with _WITHOUT_FUNCTION():
                 return func(*args, **(kwargs or {}))
         return _without_values(func, args, kwargs or {})
@@ -343,7 +346,7 @@ def requires_gradient(params: Iterable[torch.Tensor]) -> list[bool]:
 def set_class(param: torch.Tensor, empty: bool) -> None:
     """Give ``param`` the class of an empty parameter, or its former class; classes with their own ``__torch_function__`` do not change."""
     kind = type(param)
-    if kind is WaitingParameter:
+    if kind in temporary:
         param.__class__ = kind = nn.Parameter  # type: ignore[assignment]
     if kind is (nn.Parameter if empty else ShardedParameter):  # nearly all parameters have one of these classes; runs in each forward
         param.__class__ = ShardedParameter if empty else nn.Parameter  # type: ignore[assignment]
@@ -373,7 +376,7 @@ def _empty_class(kind: type[Any]) -> type[Any] | None:
 
 
 @cache
-def _free() -> frozenset[Callable[..., Any]]:
+def free_functions() -> frozenset[Callable[..., Any]]:
     """Return the functions that need no values: questions about shape, type, device, memory, gradient and hooks."""
     accessors = (getattr(torch.Tensor, name) for name in dir(torch.Tensor) if name not in _VALUES)
     found = {

@@ -1,0 +1,137 @@
+"""Losses that compute with parameters, where tensor parallelism or experts divide them: a loss sees whole parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_zero.errors import UnsupportedError
+from tests.support import parity, ranks, zoo
+from tests.support.experts import alike, build, mixed, with_experts, with_split_layers
+from tests.support.models import Batch
+from tests.support.parity import Run, check_training
+
+DENSE, EXPERTS = "Qwen3ForCausalLM", "MixtralForCausalLM"  # Qwen3's norms of heads are whole, and their gradients are sums over ranks
+Penalty = Callable[[nn.Module], torch.Tensor]
+
+
+def plain_module(model: Any) -> nn.Module:
+    return getattr(model, "module", model)
+
+
+def norms(model: nn.Module) -> torch.Tensor:
+    """Return a penalty that is no sum over elements, by iteration."""
+    return 0.02 * torch.stack([param.norm() for _, param in model.named_parameters()]).sum()
+
+
+def means(model: nn.Module) -> torch.Tensor:
+    """Return a penalty that divides by the number of elements, and by a constant that is computed from the parameter."""
+    return 0.1 * sum((param.square().sum() / param.numel() / (1 + param.detach().norm()) for param in model.parameters()), torch.zeros(()))
+
+
+def by_name(model: Any) -> torch.Tensor:
+    """Return penalties on matrices that are looked up by name; the output of a part of the model is in it, too."""
+    layer = model.model.layers[0]
+    weight = layer.self_attn.o_proj.weight
+    own = (weight @ weight.T - torch.eye(len(weight))).square().mean() + model.lm_head.weight.abs().max()
+    return 0.1 * (own + layer.self_attn.q_proj(torch.ones(1, 1, layer.self_attn.q_proj.in_features)).square().mean() * 0)
+
+
+class FromStart:
+    """Penalty on the distance from the first values, which are kept as the script's loop finds them: parts after ``initialize``."""
+
+    def __init__(self) -> None:
+        self.start: dict[str, torch.Tensor] = {}
+
+    def __call__(self, model: nn.Module) -> torch.Tensor:
+        if not self.start:
+            with torch.no_grad():
+                self.start = {name: param.detach().clone() for name, param in model.named_parameters()}
+        total = sum(((param - self.start[name]).square().sum() for name, param in model.named_parameters()), torch.zeros(()))
+        return 0.1 * total.sqrt() if total > 0 else total
+
+
+def check(name: str, run: Run, tp: int, penalties: list[Penalty | type[FromStart]]) -> None:
+    for penalty in penalties:
+        own: dict[int, Penalty] = {}  # one object for the engine's model and one for the reference's
+
+        def loss(model: Any, batch: Batch, own: dict[int, Penalty] = own, penalty: Any = penalty) -> torch.Tensor:
+            module = plain_module(model)
+            compute = own.setdefault(id(module), FromStart() if penalty is FromStart else penalty)
+            return zoo.loss(model, batch) + compute(module)
+
+        check_training(lambda: build(name), alike(mixed(name), tp), loss, run, label=f"{penalty} {run}")
+
+
+def over_tensor_parallel_ranks(stages: list[int]) -> None:
+    for stage in stages:
+        kept = [FromStart] if stage < 3 else []  # stage 3 refuses to copy values outside of `GatheredParameters`
+        check(DENSE, with_split_layers(Run(stage, clip=0.5, accumulation=2), 2), 2, [norms, means, by_name, *kept])
+
+
+def over_experts(stages: list[int]) -> None:
+    for stage in stages:
+        check(EXPERTS, with_experts(Run(stage, clip=0.5), 2), 1, [norms, means, *([FromStart] if stage < 3 else [])])
+
+
+def over_both() -> None:
+    check(EXPERTS, with_split_layers(with_experts(Run(2, clip=0.5), 2), 2), 2, [norms, means])
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_penalties_under_tensor_parallelism(world: int) -> None:
+    """On 4 ranks stage 3 shards each part over two ranks."""
+    ranks.run_ranks(over_tensor_parallel_ranks, world, [0, 2] if world == 2 else [3])
+
+
+def test_penalties_on_experts() -> None:
+    ranks.run_ranks(over_experts, 2, [0, 3])
+
+
+def test_penalties_on_experts_beside_split_layers() -> None:
+    ranks.run_ranks(over_both, 4)
+
+
+def weighted(model: Any, batch: Batch) -> torch.Tensor:
+    """Return two losses weighted by the norms of their gradients (GradNorm), and a penalty on such gradients."""
+    output = model(**batch)
+    layer = plain_module(model).model.layers[-1]
+    params = [layer.mlp.down_proj.weight, layer.self_attn.q_norm.weight, layer.input_layernorm.weight, layer.mlp.up_proj.weight]
+    second = output.logits.float().logsumexp(-1).square().mean()
+    sizes = [torch.autograd.grad(loss, params[0], retain_graph=True)[0].norm() for loss in (output.loss, second)]
+    gradients = torch.autograd.grad(output.loss, params, create_graph=True)
+    penalty = sum((gradient.norm() for gradient in gradients), torch.zeros(()))
+    return output.loss + (sizes[0] / sizes[1]).detach() * second + 0.1 * penalty + norms(plain_module(model))
+
+
+def _weighted(stages: list[int], **config: Any) -> None:
+    def make() -> nn.Module:
+        model = build(DENSE)
+        model.set_attn_implementation("eager")  # type: ignore[operator]  # the fused one has no second derivative
+        return model
+
+    for stage in stages:
+        check_training(make, alike(mixed(DENSE), 2), weighted, with_split_layers(Run(stage, **config), 2))
+
+
+def test_gradients_with_respect_to_parts() -> None:
+    ranks.run_ranks(_weighted, 2, [0, 1])
+
+
+def gradient_of_experts() -> str:
+    engine = parity.initialize(build(EXPERTS), with_experts(Run(1), 2))
+    loss = engine(**mixed(EXPERTS)(0, 0, ranks.rank())).loss
+    part = next(param for name, param in engine.module.named_parameters() if "experts" in name)
+    with pytest.raises(UnsupportedError, match="parameter of experts that are divided"):
+        torch.autograd.grad(loss, part, retain_graph=True)
+    engine.backward(loss)
+    engine.step()
+    return type(part).__name__
+
+
+def test_gradient_with_respect_to_a_part_of_the_experts_is_refused() -> None:
+    assert "Divided" not in "".join(ranks.run_ranks(gradient_of_experts, 2))
