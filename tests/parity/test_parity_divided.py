@@ -29,8 +29,8 @@ def norms(model: nn.Module) -> torch.Tensor:
 
 
 def means(model: nn.Module) -> torch.Tensor:
-    """Return a penalty that divides by the number of elements, and by a constant that is computed from the parameter."""
-    return 0.1 * sum((param.square().sum() / param.numel() / (1 + param.detach().norm()) for param in model.parameters()), torch.zeros(()))
+    """Return a penalty that divides by the number of elements."""
+    return 0.1 * sum((param.square().sum() / param.numel() for param in model.parameters()), torch.zeros(()))
 
 
 def by_name(model: Any) -> torch.Tensor:

@@ -1,17 +1,18 @@
 """Let a loss compute with whole parameters where this rank holds parts of them.
 
-[Note: parts in a loss] Tensor parallelism and experts divide a parameter: this rank's tensor is a part of it, which is right for the forward
-of the parameter's own module and wrong for a penalty in the loss (``weight.norm()``), by name or by iteration. So between a forward and its
-backward a divided parameter has the class ``DividedParameter``, whose ``__torch_function__`` gives an operation that builds a graph the
-whole parameter: a differentiable gather, whose backward gives this rank its part of the gradient. The class tells such operations from
-reads of the part by three conditions: gradients are on (an average of weights is computed without), no module of the model runs (a loss may
-call a part of the model), and the operation computes, unlike a question about dtype or a write to the part. Shapes are whole, too: a
-penalty may divide by ``numel()``. A parameter of which each rank has a copy, but whose gradient is a sum over ranks, is read in the same
-way: only one rank passes the gradient of the penalty on.
+[Note: parts in a loss] Tensor parallelism and experts divide a parameter: this rank's tensor is a part of it, which is right for the
+forward of the parameter's own module and wrong for a penalty in the loss (``weight.norm()``), by name or by iteration. So between a forward
+and its backward a divided parameter has the class ``DividedParameter``, whose ``__torch_function__`` gives an operation that builds a graph
+the whole parameter: a differentiable gather, whose backward gives this rank its part of the gradient. The class distinguishes such
+operations from reads of the part by four conditions: gradients are on (an average of weights is computed without), no module of the model
+runs (a loss may call a part of the model), the operation computes, unlike a question about dtype, a comparison, ``detach()`` or a write to
+the part, and the caller is neither this package nor torch's own code for modules (a forward without a backward may be followed by a save). Shapes are whole, too: a penalty may divide by ``numel()``. A parameter of which each rank has a copy, but whose gradient is a
+sum over ranks, is read in the same way: only one rank passes the gradient of the penalty on.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
@@ -31,10 +32,12 @@ Join = Callable[[torch.Tensor], torch.Tensor]
 _joins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _wholes: dict[int, tuple[int, torch.Tensor]] = {}  # by id of the part: its version, and the whole tensor
 _inside = [0]  # number of running forwards of modules that have divided parameters, outside of a forward of their model
+_MACHINERY = ("hf_zero.", "torch.nn.modules.", "torch.optim.", "safetensors.")  # their code works with parts
 _WITHOUT_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 _LOCAL = (
-    "item", "tolist", "numpy", "cpu", "backward", "__array__", "__bool__", "__float__", "__int__", "__index__", "__dlpack__",
-    "dim", "ndimension", "__setitem__",
+    "detach", "equal", "allclose", "isnan", "isinf", "isfinite", "eq", "ne", "lt", "le", "gt", "ge", "__eq__", "__ne__", "__lt__",
+    "__le__", "__gt__", "__ge__", "item", "tolist", "numpy", "cpu", "backward", "__array__", "__bool__", "__float__", "__int__",
+    "__index__", "__dlpack__", "dim", "ndimension", "__setitem__",
 )  # fmt: skip
 _SHAPES = frozenset(
     (torch.Tensor.shape.__get__, torch.Tensor.size, torch.Tensor.numel, torch.Tensor.nelement, torch.numel, torch.Tensor.__len__)  # type: ignore[attr-defined]
@@ -55,13 +58,16 @@ def is_joined(param: torch.Tensor) -> bool:
     return param in _joins
 
 
-class _Divided:
-    """Mixin of tensors that are parts, or copies whose gradients are summed over ranks; see [Note: parts in a loss]."""
+class DividedParameter(WaitingParameter):
+    """A part, or a copy whose gradients are summed over ranks, that a loss may read ([Note: parts in a loss]); its gradient may wait for a
+    step.
+    """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.is_grad_enabled() and not _inside[0]:
+        asks = sys._getframe(1).f_globals.get("__name__", "")
+        if torch.is_grad_enabled() and not _inside[0] and not asks.startswith(_MACHINERY):
             if func is torch.autograd.grad:
                 return _gradients(func, args, kwargs)
             if func in _SHAPES:
@@ -69,22 +75,8 @@ class _Divided:
             if not _is_local(func, args, kwargs):
                 args, kwargs = _with_wholes((args, kwargs))
                 return func(*args, **kwargs)
-            if func in _detaching():
-                with _WITHOUT_FUNCTION():
-                    values = func(*args, **kwargs).as_subclass(DividedValues)
-                _joins[values] = _joins[args[0]]
-                vars(values).update({name: value for name, value in vars(args[0]).items() if name == "_hf_zero_tp_shard"})
-                return values
         with _WITHOUT_FUNCTION():
             return func(*args, **kwargs)
-
-
-class DividedParameter(_Divided, WaitingParameter):
-    """A parameter that a loss may read, see [Note: parts in a loss]; its gradient may wait for a step."""
-
-
-class DividedValues(_Divided, torch.Tensor):
-    """The result of ``detach()`` of a ``DividedParameter``."""
 
 
 temporary.add(DividedParameter)
@@ -157,8 +149,8 @@ def _gradients(func: Any, args: Any, kwargs: Any) -> Any:
     parts = {place: tp_shard_of(tensor) for place, tensor in enumerate(inputs) if isinstance(tensor, DividedParameter)}
     if any(part is not None and part.expert for part in parts.values()):
         raise UnsupportedError(
-            "torch.autograd.grad was called for a parameter of experts that are divided over ranks (expert_parallel): its gradient includes "
-            "the tokens of other ranks' batches. Use another parameter, or remove expert_parallel"
+            "torch.autograd.grad was called for a parameter of experts that are divided over ranks (expert_parallel): its gradient "
+            "includes the tokens of other ranks' batches. Use another parameter, or remove expert_parallel"
         )
     joins = {place: _joins[inputs[place]] for place, part in parts.items() if part is not None}
     with _WITHOUT_FUNCTION():
@@ -169,15 +161,10 @@ def _gradients(func: Any, args: Any, kwargs: Any) -> Any:
 @cache
 def _local() -> frozenset[Any]:
     """Return the functions whose operand stays the part: questions that need no values, and reads that one rank makes for its log."""
-    found = {getattr(torch.Tensor, name) for name in _LOCAL if hasattr(torch.Tensor, name)}
+    found = {getattr(place, name) for place in (torch.Tensor, torch) for name in _LOCAL if hasattr(place, name)}
     data: Any = torch.Tensor.data
     ndim: Any = torch.Tensor.ndim
-    return frozenset((*free_functions(), *found, *_detaching(), data.__get__, data.__set__, ndim.__get__))
-
-
-@cache
-def _detaching() -> frozenset[Any]:
-    return frozenset((torch.Tensor.detach, torch.detach))
+    return frozenset((*free_functions(), *found, data.__get__, data.__set__, ndim.__get__))
 
 
 def _is_local(func: Any, args: Any, kwargs: Any) -> bool:
@@ -192,7 +179,7 @@ def _is_local(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _parts(given: Any) -> Iterable[Any]:
-    return (leaf for leaf in tree_leaves(given) if isinstance(leaf, _Divided))
+    return (leaf for leaf in tree_leaves(given) if isinstance(leaf, DividedParameter))
 
 
 def _shape(tensor: torch.Tensor) -> torch.Size:
@@ -210,7 +197,7 @@ def _with_wholes(given: Any) -> Any:
     divided = {_shape(part): part for part in _parts(given) if whole_shape(part) is not None}
 
     def replaced(tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, _Divided):
+        if isinstance(tensor, DividedParameter):
             return _whole(tensor)
         part = divided.get(tensor.shape)
         if part is None:
@@ -231,6 +218,5 @@ def _whole(part: Any) -> torch.Tensor:
         if kept is not None and kept[0] == version:
             return kept[1]
         whole = _joins[part](part)
-    if isinstance(part, DividedParameter):
-        _wholes[id(part)] = version, whole
+    _wholes[id(part)] = version, whole
     return whole
