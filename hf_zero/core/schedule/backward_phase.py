@@ -32,7 +32,7 @@ class BackwardPhase:
         micro_steps: Number of backwards so far that give gradients to parameters.
         on_user_backward: Called when a micro-step begins that the engine did not start.
         on_begin: Called before a backward begins.
-        on_inputs: Called after a backward that gave no parameter a gradient; a loss may still follow.
+        on_end: Called after a backward, with whether it gave parameters gradients; otherwise a loss may still follow.
         on_broken_off: Called when a micro-step has failed with an error, and its gradients are lost.
         outputs: Outputs of forwards, whose gradients show that a backward has begun.
 
@@ -54,7 +54,7 @@ class BackwardPhase:
         self.micro_steps = 0
         self.on_user_backward: WeakMethod[Callable[[], None]] | None = None
         self.on_begin: Callable[[], None] = _nothing
-        self.on_inputs: Callable[[], None] = _nothing
+        self.on_end: Callable[[bool], None] = _nothing
         self.on_broken_off: WeakMethod[Callable[[], None]] | None = None
         self._root = root
         self._blocks = (root, *blocks)
@@ -354,8 +354,8 @@ class BackwardPhase:
         self._finish()
 
     def _finish(self) -> None:
-        if self.begun and not self._collects:
-            self.on_inputs()
+        if self.begun:
+            self.on_end(self._collects)
         self.begun = self.mixed = self._collects = self._looked = self._differentiable = False
         SharedBackward.leave(self)
         self._stack.clear()
@@ -365,7 +365,7 @@ class BackwardPhase:
             block.reset()
 
 
-def _nothing() -> None:
+def _nothing(*_: bool) -> None:
     """Do nothing."""
 
 

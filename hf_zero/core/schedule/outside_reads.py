@@ -123,6 +123,15 @@ class OutsideReads:
         self._wholes.clear()
         if self._wants_values():
             self.parts_in_loss.show()
+        else:
+            self.parts_in_loss.rest()
+
+    def end_backward(self, collected: bool) -> None:
+        """Show divided parameters to a loss that may follow a backward without gradients of parameters; local."""
+        if collected:
+            self.parts_in_loss.rest()
+        else:
+            self.parts_in_loss.show()
 
     def _guard(self, module: nn.Module) -> None:
         reader = whole_reader_of(module)
@@ -131,6 +140,7 @@ class OutsideReads:
 
     def detach(self) -> None:
         """Remove hooks and guards."""
+        self.parts_in_loss.hide()
         for hooks in self.parts.values():
             for hook in hooks:
                 hook.remove()

@@ -166,7 +166,7 @@ class Runtime:
         self.on_forward: Callable[[], None] | None = None
         self._outside_reads = OutsideReads(module, root, blocks, self.forward, self.backward)
         self.backward.on_begin = self._outside_reads.parts_in_loss.hide
-        self.backward.on_inputs = self._outside_reads.parts_in_loss.show
+        self.backward.on_end = self._outside_reads.end_backward
         self._hooks: list[ForwardHooks] = []
         self._handles: list[Handle] = []
         self._moved: list[tuple[str, ref[torch.Tensor]]] = []  # parameters that units of other engines have taken over
@@ -198,6 +198,7 @@ class Runtime:
             self._hooks.append(ForwardHooks(block.module, partial(self.enter, block), partial(self.leave, block), parts))
         self.follow_compile(inside=True)
         self.backward.attach()
+        self._outside_reads.parts_in_loss.rest()
         for unit in self.units():
             unit.belongs_to = ref(self)
 
