@@ -254,7 +254,7 @@ class WholeBuffer:
             if param is None:
                 continue
             address = start + slot.offset * width if slot.numel else 0  # equals view.data_ptr(), which is slower
-            if param.data_ptr() != address or own_shape(param) != slot.shape:
+            if param.data_ptr() != address or (param.shape != slot.shape and own_shape(param) != slot.shape):
                 if own_shape(param) != view.shape:
                     raise _other_shape(slot.name, view, param)
                 if separate is not None and not assigned:
