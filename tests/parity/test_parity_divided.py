@@ -168,6 +168,30 @@ def outside_of_a_loss(name: str, run: Run) -> tuple[list[str], list[str]]:
     return errors, [line for line in lines if "this rank's part" in line]
 
 
+def replaced(name: str, run: Run) -> list[str]:
+    """Return the errors of saves, of a forward and of a step after a part was replaced by a parameter of its shape."""
+    engine = parity.initialize(build(name), run)
+    batch = mixed(name)(0, 0, 0 if "tensor_parallel" in run.extra else ranks.rank())
+    mlp = engine.module.model.layers[0].mlp
+    owner, leaf = (mlp.experts, "down_proj") if hasattr(mlp, "experts") else (mlp.up_proj, "weight")
+    loss = engine(**batch).loss
+    engine.backward(loss)
+    setattr(owner, leaf, nn.Parameter(getattr(owner, leaf).data.clone()))
+    errors = []
+    for attempt in (engine.step, lambda: engine(**batch), engine._consolidated_16bit_state_dict):
+        with pytest.raises(UnsupportedError) as caught:
+            attempt()
+        errors.append(str(caught.value))
+    engine.destroy()
+    return errors
+
+
+def test_a_part_that_is_replaced_after_initialize_is_an_error() -> None:
+    for name, run in ((DENSE, with_split_layers(Run(0), 2)), (EXPERTS, with_experts(Run(2), 2))):
+        for errors in ranks.run_ranks(replaced, 2, name, run):
+            assert all("a new parameter" in error and "model.layers.0.mlp" in error for error in errors)
+
+
 @contextmanager
 def logged(lines: list[str]) -> Iterator[None]:
     """Append the messages of the package's logger to ``lines``."""

@@ -277,8 +277,10 @@ class Runtime:
             self._parts.hide()
         if self.backward.reducer is not None and torch.is_grad_enabled():  # a backward may follow
             self.backward.reducer.shown.end()
-        if block is self.root and self.on_forward is not None:
-            self.on_forward()
+        if block is self.root:
+            self._parts.require_own()
+            if self.on_forward is not None:
+                self.on_forward()
         self.backward.outputs.follow()
         self.forward.enter(block)
 
@@ -326,14 +328,17 @@ class Runtime:
             self.backward.reducer.shown.end()
 
     def require_forward(self, what: str) -> None:
-        """Raise if the last forward raised on this rank and other ranks wait for it; collective then.
+        """Raise if the last forward raised on this rank and other ranks wait for it, collective then; or if a script has replaced a divided
+        parameter.
 
         Args:
             what: Name of the function that the script has called instead of running the forward again.
 
         Raises:
             StateError: On every rank, each at its present call.
+            UnsupportedError: A divided parameter was replaced.
         """
+        self._parts.require_own()
         if self.schedule is not None and self.schedule.give_up():
             raise StateError(
                 f"{what} after a forward that raised an error on this rank only; the other ranks wait in their forward. Let the "

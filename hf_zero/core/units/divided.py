@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -33,6 +34,7 @@ from hf_zero.observe import warn_once
 
 Join = Callable[[torch.Tensor], torch.Tensor]
 _joins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter -> its join, and its name in the model
+_places: WeakKeyDictionary[nn.Module, dict[str, ref[torch.Tensor]]] = WeakKeyDictionary()  # parts by name in the module that owns them
 _wholes: dict[int, tuple[int, torch.Tensor]] = {}  # by id of the part: its version, and the whole tensor
 _inside = [0]  # number of running forwards of modules that have divided parameters, outside of a forward of their model
 _WITHOUT_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
@@ -117,6 +119,22 @@ class IdlePart(WaitingParameter):
             return func(*args, **kwargs)
 
 
+def require_own_parts(module: nn.Module) -> None:
+    """Raise if a script has replaced a divided parameter of ``module`` by a new one; local.
+
+    Raises:
+        UnsupportedError: It has.
+    """
+    for leaf, former in _places.get(module, {}).items():
+        param, own = module._parameters.get(leaf), former()
+        if isinstance(param, nn.Parameter) and own is not None and param is not own:
+            raise UnsupportedError(
+                f"{_joins[own][1]}: a new parameter {tuple(param.shape)} was put in its place after initialize(), in a model that several "
+                "ranks hold together (tensor parallelism, experts), which is not supported. Copy this rank's part of the values into the "
+                "parameter (param.data.copy_(part)), or replace the parameter before initialize()"
+            )
+
+
 def _rest(module: nn.Module, *_: Any) -> None:
     """Let the parameters of ``module`` be parts again before values are loaded into them (a hook): torch compares the shapes."""
     for param in module._parameters.values():
@@ -139,9 +157,25 @@ class PartsInLoss:
         self._params = [param for param in module.parameters() if param in _joins]
         self._modules = {id(inner) for inner in module.modules()} if self._params else set()
         self._handles: list[RemovableHandle] = []
-        for inner in module.modules():
-            if any(param in _joins for param in inner._parameters.values() if param is not None) and not _has_rest(inner):
-                inner.register_load_state_dict_pre_hook(_rest)
+        self._owners = []
+        for inner in module.modules() if self._params else ():
+            own: dict[str, ref[torch.Tensor]] = {
+                leaf: ref(param) for leaf, param in inner._parameters.items() if param is not None and param in _joins
+            }
+            if own:
+                _places[inner] = own
+                self._owners.append(inner)
+                if not _has_rest(inner):
+                    inner.register_load_state_dict_pre_hook(_rest)
+
+    def require_own(self) -> None:
+        """Raise if a script has replaced a divided parameter by a new one, whose part nobody knows; local.
+
+        Raises:
+            UnsupportedError: It has.
+        """
+        for inner in self._owners:
+            require_own_parts(inner)
 
     def show(self) -> None:
         """Let a loss compute with whole parameters from now on; local. Parameters that are sharded now do not change."""
