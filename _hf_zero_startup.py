@@ -28,6 +28,7 @@ WATCHED = frozenset(
         "pytorch_lightning.plugins.precision.deepspeed",
         "pytorch_lightning.trainer.connectors.signal_connector",
         "safetensors.torch",
+        "sentence_transformers.base.trainer",
         "torch.distributed.launcher.api",
         "transformers.integrations.deepspeed",
         "transformers.modeling_utils",

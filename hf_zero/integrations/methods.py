@@ -301,6 +301,12 @@ FILES = tuple(
     )
     for name in ("save_model", "load_model")
 )
+BEST = Method(
+    "sentence_transformers.base.trainer",
+    "BaseTrainer._load_best_model",
+    "load_best_model_at_end of sentence-transformers keeps the last weights at stage 3, and only logs the error",
+    around="hf_zero.integrations.best_model:load_best_model",
+)
 MISSING_KEYS = Method(
     "transformers.modeling_utils",
     "PreTrainedModel._initialize_missing_keys",
@@ -376,5 +382,5 @@ METHODS = (
     BACKWARD, BACKWARD_OF_SEVERAL, PREPARE_ONE, STEP,
     ZERO_GRAD, NORM, CLIP,
     FILL, PROCESS, OPTIMIZERS, FILL_SHARDED, CONFIGURATION, ARGUMENTS, AGENT, CONTEXT_SIZE, PREPARE_CP, CONTEXT, CONTEXT_INPUTS,
-    PARALLELISM, RECURRENT, INPUTS, *HASHES, *COUNTS, *FILES,
+    PARALLELISM, RECURRENT, INPUTS, BEST, *HASHES, *COUNTS, *FILES,
 )  # fmt: skip

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial, wraps
 from types import MethodType
 from typing import Any, Protocol, TypeVar
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 from torch.optim import lr_scheduler
@@ -78,6 +78,7 @@ class OwnObject:
     def connect(self, outer: Outer) -> None:
         """Replace the methods; ``outer`` gets ``train`` and ``eval`` too if the optimizer has them."""
         self._outer = ref(outer)
+        _Scalers.refuse(self._inner, outer)
         for name in ("step", "train", "eval"):
             own = getattr(self._inner, name, None)
             if own is not None and name not in self._own:
@@ -91,6 +92,7 @@ class OwnObject:
     def disconnect(self) -> None:
         """Give the optimizer its own methods again."""
         outer = self._outer() if self._outer is not None else None
+        _Scalers.allow(self._inner, outer)
         for name in self._own:
             vars(self._inner).pop(name, None)
             if outer is not None:
@@ -294,6 +296,43 @@ def _beneath(step: Any) -> Any:
     while getattr(function, "__globals__", None) is vars(lr_scheduler) and hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return function
+
+
+class _Scalers:
+    """Checks in torch's ``GradScaler``, from the first engine on: it finds no gradients in the groups of an engine's optimizer.
+
+    Its own errors name neither cause nor remedy, and ``unscale_`` alone would leave the loss scale in the gradients without a word.
+    """
+
+    _served: WeakSet[Any] = WeakSet()  # optimizers that an engine steps, and the objects that engines give to scripts
+
+    @classmethod
+    def refuse(cls, *optimizers: object) -> None:
+        """Make ``step`` and ``unscale_`` raise for ``optimizers``, and for wrappers that hold one as ``.optimizer``."""
+        for name in ("step", "unscale_"):
+            method = getattr(torch.amp.GradScaler, name)
+            if not hasattr(method, "__wrapped__"):
+                setattr(torch.amp.GradScaler, name, cls._checked(method))
+        cls._served.update(optimizers)
+
+    @classmethod
+    def allow(cls, *optimizers: object) -> None:
+        """End the effect of ``refuse``; None is ignored."""
+        cls._served.difference_update(optimizer for optimizer in optimizers if optimizer is not None)
+
+    @classmethod
+    def _checked(cls, method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def call(scaler: torch.amp.GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if scaler.is_enabled() and (optimizer in cls._served or getattr(optimizer, "optimizer", None) in cls._served):
+                raise StateError(
+                    f"{type(scaler).__name__}.{method.__name__}(): an engine has the gradients of this optimizer, so the scaler finds "
+                    "none. Make it with enabled=False, and let the engine scale losses: set fp16.enabled, or torch_autocast with the "
+                    "dtype float16"
+                )
+            return method(scaler, optimizer, *args, **kwargs)
+
+        return call
 
 
 class _ForeignSteps:

@@ -18,7 +18,9 @@ def main():
     body = Transformer(model_path)
     model = SentenceTransformer(modules=[body, Pooling(body.get_word_embedding_dimension())])
     pairs = load_dataset("json", data_files={"train": str(Path(data) / "train.jsonl")})["train"]
-    trainer = SentenceTransformerTrainer(model=model, args=args, train_dataset=pairs, loss=MultipleNegativesRankingLoss(model))
+    judged = {"eval_dataset": pairs} if args.load_best_model_at_end else {}
+    loss = MultipleNegativesRankingLoss(model)
+    trainer = SentenceTransformerTrainer(model=model, args=args, train_dataset=pairs, loss=loss, **judged)
     trainer.train()
     trainer.save_model(str(Path(args.output_dir) / "final"))
 
