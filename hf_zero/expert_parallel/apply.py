@@ -150,8 +150,9 @@ def _join_for_losses(layer: ExpertLayer, shares: Shares) -> None:
     for name, param in layer.module.named_parameters():
         part = tp_shard_of(param)
         if part is not None and part.expert and not part.elsewhere:
-            label = f"{layer.path}.{name} for a loss"
-            mark_join(param, partial(join_experts, part=part, collectives=shares.collectives, counts=counts, label=label))
+            path = f"{layer.path}.{name}"
+            join = partial(join_experts, part=part, collectives=shares.collectives, counts=counts, label=f"{path} for a loss")
+            mark_join(param, join, path)
 
 
 def _part(param: nn.Parameter, own: Range) -> TpShard:

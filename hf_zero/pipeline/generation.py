@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.generation import StandsBefore
-from hf_zero.core.units.marks import is_elsewhere
+from hf_zero.core.units.marks import is_elsewhere, own_shape
 from hf_zero.observe import warn_once
 from hf_zero.pipeline.forward import PipelinedForward
 from hf_zero.system.sizes import size_text
@@ -63,7 +63,7 @@ class WholeGeneration(StandsBefore):
     def _bring(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """Fill the parameters of other stages; return them with their former values."""
         params = [(name, param) for name, param in self._module.named_parameters() if param.dim() > 0]
-        own = {name: tuple(param.shape) for name, param in params if not is_elsewhere(param)}
+        own = {name: tuple(own_shape(param)) for name, param in params if not is_elsewhere(param)}
         held = self._pipe.gather_objects(own, "parameters of each stage")
         brought, numel = [], 0
         for name, param in params:

@@ -267,9 +267,9 @@ def _set_features(plan: TpPlan, modules: dict[str, nn.Module], rank: int) -> Non
 def _join_for_losses(plan: TpPlan, params: dict[str, nn.Parameter], group: ModelGroup) -> None:
     """Let a loss read the whole of each divided parameter, and count the gradient of a copy once where gradients are summed."""
     for name, entry in plan.parameters.items():
-        mark_join(params[name], partial(functions.gather, group=group, part=_part(entry), label=f"{name} for a loss"))
+        mark_join(params[name], partial(functions.gather, group=group, part=_part(entry), label=f"{name} for a loss"), name)
     for name in plan.summed:
-        mark_join(params[name], partial(functions.of_first, group=group))
+        mark_join(params[name], partial(functions.of_first, group=group), name)
 
 
 def _sum_gradients(plan: TpPlan, params: dict[str, nn.Parameter], group: ModelGroup) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from hf_zero.errors import UnsupportedError
+from hf_zero import observe
+from hf_zero.errors import StateError, UnsupportedError
+from hf_zero.observe import logger
 from tests.support import parity, ranks, zoo
 from tests.support.experts import alike, build, mixed, with_experts, with_split_layers
 from tests.support.models import Batch
@@ -135,3 +139,75 @@ def gradient_of_experts() -> str:
 
 def test_gradient_with_respect_to_a_part_of_the_experts_is_refused() -> None:
     assert "Divided" not in "".join(ranks.run_ranks(gradient_of_experts, 2))
+
+
+def outside_of_a_loss(name: str, run: Run) -> tuple[list[str], list[str]]:
+    """Return the errors of losses with a penalty from before the forward and one from after the backward, and what was logged."""
+    observe._warned.clear()
+    engine = parity.initialize(build(name), run)
+    batch = mixed(name)(0, 0, 0 if "tensor_parallel" in run.extra else ranks.rank())
+    param = next(param for key, param in engine.module.named_parameters() if key.endswith("mlp.up_proj.weight") or "experts" in key)
+    ema = param.detach().clone()
+    errors, lines = [], []
+    with logged(lines):
+        if ranks.rank() == 0:
+            param.norm().item()  # one rank alone may look
+            with torch.no_grad():
+                ema.lerp_(param, 0.5)
+        penalty = 0.1 * param.norm()
+        with pytest.raises(StateError) as caught:
+            engine.backward(engine(**batch).loss + penalty)
+        errors.append(str(caught.value))
+        engine.zero_grad()
+        engine.discard_gradients()
+        engine.backward(engine(**batch).loss)
+        with pytest.raises(StateError) as caught:
+            (0.1 * param.square().sum()).backward()
+        errors.append(str(caught.value))
+    engine.destroy()
+    return errors, [line for line in lines if "this rank's part" in line]
+
+
+def replaced(name: str, run: Run) -> list[str]:
+    """Return the errors of saves, of a forward and of a step after a part was replaced by a parameter of its shape."""
+    engine = parity.initialize(build(name), run)
+    batch = mixed(name)(0, 0, 0 if "tensor_parallel" in run.extra else ranks.rank())
+    mlp = engine.module.model.layers[0].mlp
+    owner, leaf = (mlp.experts, "down_proj") if hasattr(mlp, "experts") else (mlp.up_proj, "weight")
+    loss = engine(**batch).loss
+    engine.backward(loss)
+    setattr(owner, leaf, nn.Parameter(getattr(owner, leaf).data.clone()))
+    errors = []
+    for attempt in (engine.step, lambda: engine(**batch), engine._consolidated_16bit_state_dict):
+        with pytest.raises(UnsupportedError) as caught:
+            attempt()
+        errors.append(str(caught.value))
+    engine.destroy()
+    return errors
+
+
+def test_a_part_that_is_replaced_after_initialize_is_an_error() -> None:
+    for name, run in ((DENSE, with_split_layers(Run(0), 2)), (EXPERTS, with_experts(Run(2), 2))):
+        for errors in ranks.run_ranks(replaced, 2, name, run):
+            assert all("a new parameter" in error and "model.layers.0.mlp" in error for error in errors)
+
+
+@contextmanager
+def logged(lines: list[str]) -> Iterator[None]:
+    """Append the messages of the package's logger to ``lines``."""
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_penalty_from_outside_of_the_loss_is_an_error_on_all_ranks(stage: int) -> None:
+    for name, run in ((DENSE, with_split_layers(Run(stage), 2)), (EXPERTS, with_experts(Run(stage), 2))):
+        first, second = ranks.run_ranks(outside_of_a_loss, 2, name, run)
+        for errors, _ in (first, second):
+            assert "a loss contains norm() of model.layers." in errors[0] and "a loss contains square() of model.layers." in errors[1]
+        assert len(first[1]) == 1 and first[1][0].startswith("norm() of model.layers.")

@@ -20,6 +20,7 @@ from hf_zero.checkpoint.commit import agreement
 from hf_zero.checkpoint.model.model_files import MAX_SHARD_SIZE, ModelFiles, PlannedTensor
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
+from hf_zero.core.units.divided import require_own_parts
 from hf_zero.core.units.marks import TpShard, is_wrapped, paste, tp_shard_of
 from hf_zero.core.units.unit import Unit, find_unit, full_shape
 from hf_zero.errors import CheckpointError, UnsupportedError
@@ -144,7 +145,12 @@ def _entries(module: nn.Module, exclude_frozen_parameters: bool) -> dict[str, to
 
     A parameter that a model's own ``state_dict`` leaves out is added under its name in ``named_parameters``. Scripts expect it there,
     because DeepSpeed gathers module by module (trl's models with a value head leave out all parameters that peft has wrapped).
+
+    Raises:
+        UnsupportedError: A script has replaced a parameter of which this rank held a part.
     """
+    for inner in module.modules():
+        require_own_parts(inner)
     named = {name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
     present = set(map(id, named.values()))
     named.update((name, param) for name, param in module.named_parameters() if id(param) not in present)

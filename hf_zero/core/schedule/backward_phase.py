@@ -15,6 +15,7 @@ from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.schedule import UnshardSchedule
 from hf_zero.core.schedule.torch_internals import call_after_backward, outside_compile, outside_transforms, reaches, transforming
 from hf_zero.core.schedule.watched_outputs import WatchedForward, WatchedOutputs, tensors_in
+from hf_zero.core.units.divided import PartsInLoss
 from hf_zero.core.units.sharded_parameter import gradients_of, set_gradient
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import CollectiveError, StateError
@@ -31,8 +32,6 @@ class BackwardPhase:
         mixed: Whether, in the running backward, forwards of some micro-batches follow backwards of others (schedules of pipelines).
         micro_steps: Number of backwards so far that give gradients to parameters.
         on_user_backward: Called when a micro-step begins that the engine did not start.
-        on_begin: Called before a backward begins.
-        on_inputs: Called after a backward that gave no parameter a gradient; a loss may still follow.
         on_broken_off: Called when a micro-step has failed with an error, and its gradients are lost.
         outputs: Outputs of forwards, whose gradients show that a backward has begun.
 
@@ -42,10 +41,17 @@ class BackwardPhase:
         schedule: See the attribute.
         reducer: See the attribute.
         stack: Blocks whose forward is running; emptied when a backward begins.
+        parts: Parameters that a model axis divides.
     """
 
     def __init__(
-        self, root: Block, blocks: Sequence[Block], schedule: UnshardSchedule | None, reducer: Reducer | None, stack: list[Block]
+        self,
+        root: Block,
+        blocks: Sequence[Block],
+        schedule: UnshardSchedule | None,
+        reducer: Reducer | None,
+        stack: list[Block],
+        parts: PartsInLoss,
     ) -> None:
         self.schedule = schedule
         self.reducer = reducer
@@ -53,12 +59,11 @@ class BackwardPhase:
         self.mixed = False
         self.micro_steps = 0
         self.on_user_backward: WeakMethod[Callable[[], None]] | None = None
-        self.on_begin: Callable[[], None] = _nothing
-        self.on_inputs: Callable[[], None] = _nothing
         self.on_broken_off: WeakMethod[Callable[[], None]] | None = None
         self._root = root
         self._blocks = (root, *blocks)
         self._stack = stack
+        self._parts = parts
         self._count = 0  # backwards so far
         self._collects = False  # whether the running backward gives parameters gradients
         self._differentiable = False  # whether the running backward builds a graph of itself (``create_graph``)
@@ -201,7 +206,7 @@ class BackwardPhase:
         Args:
             mixed: The micro-step has several micro-batches, whose forwards and backwards alternate; nothing is resharded in it.
         """
-        self.on_begin()
+        self._parts.hide()
         self._collect()
         if not self.begun:
             self._begin()
@@ -217,7 +222,7 @@ class BackwardPhase:
         it reaches the first block, and all ranks must run the same kind. Where only a recomputation reaches parameters (reentrant
         checkpointing), the first gradient of a parameter decides.
         """
-        self.on_begin()
+        self._parts.hide()
         trained = self.reducer.gradients if self.reducer is not None and not self._collects else ()
         if reaches(param for entry in trained for param in entry.unit.params if param is not None):
             self._begin_collecting()
@@ -354,8 +359,10 @@ class BackwardPhase:
         self._finish()
 
     def _finish(self) -> None:
-        if self.begun and not self._collects:
-            self.on_inputs()
+        if self.begun and self._collects:
+            self._parts.rest()
+        elif self.begun:
+            self._parts.show()  # a loss may follow
         self.begun = self.mixed = self._collects = self._looked = self._differentiable = False
         SharedBackward.leave(self)
         self._stack.clear()
@@ -363,10 +370,6 @@ class BackwardPhase:
         self.outputs.clear()
         for block in self._blocks:
             block.reset()
-
-
-def _nothing() -> None:
-    """Do nothing."""
 
 
 def _hold(phase: BackwardPhase) -> None:

@@ -72,16 +72,19 @@ class OutsideReads:
         blocks: The other blocks.
         forward: Unshards blocks for reads in a forward.
         backward: Unshards blocks for reads in a recomputation.
+        parts: Parameters that a model axis divides.
     """
 
-    def __init__(self, module: nn.Module, root: Block, blocks: list[Block], forward: ForwardPhase, backward: BackwardPhase) -> None:
+    def __init__(
+        self, module: nn.Module, root: Block, blocks: list[Block], forward: ForwardPhase, backward: BackwardPhase, parts: PartsInLoss
+    ) -> None:
         self._module = module
         self._root = root
         self._blocks = {block.name: block for block in blocks}
         self._forward = forward
         self._backward = backward
         self._block_of_unit = {id(unit): block for block in (root, *blocks) for unit in block.units}
-        self.parts_in_loss = PartsInLoss(module)
+        self._parts = parts
         self._wholes: Wholes = {}  # complete tensors of tensor-parallel shards, while a forward runs
         self.parts: dict[int, list[ForwardHooks]] = {}  # by the id of their block's module
 
@@ -117,12 +120,12 @@ class OutsideReads:
                 self._guard(module)
 
     def end_forward(self) -> None:
-        """Drop the complete tensors if no forward runs any more, and show those of divided parameters to a loss that may follow; local."""
-        if self._forward.stack:
-            return
+        """Drop the complete tensors, and show those of divided parameters to a loss that may follow; local."""
         self._wholes.clear()
         if self._wants_values():
-            self.parts_in_loss.show()
+            self._parts.show()
+        else:
+            self._parts.rest()
 
     def _guard(self, module: nn.Module) -> None:
         reader = whole_reader_of(module)
@@ -131,6 +134,7 @@ class OutsideReads:
 
     def detach(self) -> None:
         """Remove hooks and guards."""
+        self._parts.hide()
         for hooks in self.parts.values():
             for hook in hooks:
                 hook.remove()
@@ -193,7 +197,7 @@ class OutsideReads:
             else:
                 self._read(block)
         if self._is_behind() and self._wants_values():
-            self.parts_in_loss.show()
+            self._parts.show()
 
     def _is_behind(self) -> bool:
         return not (self._forward.stack or self._backward.begun)

@@ -28,6 +28,7 @@ from hf_zero.core.schedule.outside_reads import OutsideReads
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.schedule import ForwardPhase, UnshardSchedule
 from hf_zero.core.schedule.torch_internals import around_clipping, before_zero_grad, compiled_call, in_backward, is_compiled_wrapper
+from hf_zero.core.units.divided import PartsInLoss
 from hf_zero.core.units.guards import unguard_unprepared
 from hf_zero.core.units.marks import is_part
 from hf_zero.core.units.registration import make_picklable, remove_pickling
@@ -159,14 +160,13 @@ class Runtime:
         self.blocks = blocks
         self.schedule = schedule
         self.forward = ForwardPhase(root, schedule)
-        self.backward = BackwardPhase(root, blocks, schedule, reducer, self.forward.stack)
+        self._parts = PartsInLoss(module)
+        self.backward = BackwardPhase(root, blocks, schedule, reducer, self.forward.stack, self._parts)
         self.on_zero_grad: WeakMethod[Callable[[Sequence[nn.Parameter]], frozenset[int]]] | None = None
         self.on_clip: Callable[[Sequence[torch.Tensor], float, float], torch.Tensor | None] | None = None
         self.updated: WeakMethod[Callable[[], dict[int, int]]] | None = None
         self.on_forward: Callable[[], None] | None = None
-        self._outside_reads = OutsideReads(module, root, blocks, self.forward, self.backward)
-        self.backward.on_begin = self._outside_reads.parts_in_loss.hide
-        self.backward.on_inputs = self._outside_reads.parts_in_loss.show
+        self._outside_reads = OutsideReads(module, root, blocks, self.forward, self.backward, self._parts)
         self._hooks: list[ForwardHooks] = []
         self._handles: list[Handle] = []
         self._moved: list[tuple[str, ref[torch.Tensor]]] = []  # parameters that units of other engines have taken over
@@ -198,6 +198,7 @@ class Runtime:
             self._hooks.append(ForwardHooks(block.module, partial(self.enter, block), partial(self.leave, block), parts))
         self.follow_compile(inside=True)
         self.backward.attach()
+        self._parts.rest()
         for unit in self.units():
             unit.belongs_to = ref(self)
 
@@ -272,11 +273,14 @@ class Runtime:
                 self.backward.recompute(block)
                 return
             self.backward.break_off()
-        self._outside_reads.parts_in_loss.hide()
+        if block is self.root or not self.forward.stack:
+            self._parts.hide()
         if self.backward.reducer is not None and torch.is_grad_enabled():  # a backward may follow
             self.backward.reducer.shown.end()
-        if block is self.root and self.on_forward is not None:
-            self.on_forward()
+        if block is self.root:
+            self._parts.require_own()
+            if self.on_forward is not None:
+                self.on_forward()
         self.backward.outputs.follow()
         self.forward.enter(block)
 
@@ -288,7 +292,8 @@ class Runtime:
             if not (raised or self.backward.begun):
                 self.backward.watch(block, output)
             self.forward.leave(block, raised)
-        self._outside_reads.end_forward()
+        if not self.forward.stack:
+            self._outside_reads.end_forward()
 
     # -- interface for the engine -------------------------------------------------------------------------------------
 
@@ -323,14 +328,17 @@ class Runtime:
             self.backward.reducer.shown.end()
 
     def require_forward(self, what: str) -> None:
-        """Raise if the last forward raised on this rank and other ranks wait for it; collective then.
+        """Raise if the last forward raised on this rank and other ranks wait for it, collective then; or if a script has replaced a divided
+        parameter.
 
         Args:
             what: Name of the function that the script has called instead of running the forward again.
 
         Raises:
             StateError: On every rank, each at its present call.
+            UnsupportedError: A divided parameter was replaced.
         """
+        self._parts.require_own()
         if self.schedule is not None and self.schedule.give_up():
             raise StateError(
                 f"{what} after a forward that raised an error on this rank only; the other ranks wait in their forward. Let the "

@@ -17,6 +17,7 @@ from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.step.agreement import Alike
+from hf_zero.core.units.marks import is_elsewhere
 from hf_zero.core.units.sharded_parameter import requires_gradient, set_gradient
 from hf_zero.core.units.unit import Unit, find_unit
 from hf_zero.errors import StateError
@@ -164,12 +165,15 @@ class TrainedSet:
 
         Raises:
             StateError: On all ranks, if one of the parameters is in no param group on another rank, or is frozen and only some ranks have
-                written a gradient of it.
+                written a gradient of it, or another stage of a pipeline holds it.
         """
         self._read()  # no event reports modules that were removed
         self._flags, self._outside = self._requiring(), None
         self.digest = self._digest()
-        by_rank: list[list[str]] = everyone.gather_objects([entry.name for entry in self.waiting()], "parameters that join")
+        own = [(entry.name, is_elsewhere(entry.param)) for entry in self.waiting()]
+        gathered: list[list[tuple[str, bool]]] = everyone.gather_objects(own, "parameters that join")
+        _refuse_elsewhere(sorted({name for names in gathered for name, elsewhere in names if elsewhere}))
+        by_rank = [[name for name, _ in names] for names in gathered]
         somewhere = set[str]().union(*by_rank)
         found = [entry for entry in self.outside() if entry.name in somewhere]
         if everyone.any_rank(len(found) < len(somewhere), "parameters that join"):
@@ -294,6 +298,16 @@ class TrainedSet:
 def _is_in_trained_unit(param: torch.Tensor) -> bool:
     owner = find_unit(param)
     return owner is not None and owner[0].trainable
+
+
+def _refuse_elsewhere(names: Sequence[str]) -> None:
+    """Raise if there are ``names``: parameters with a gradient on a rank of another stage of a pipeline."""
+    if names:
+        raise StateError(
+            f"a loss computes with {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''} outside of the model's "
+            "forward, and another stage of the pipeline holds these parameters: this rank has no values of them. Use the optimizer's "
+            "weight decay in place of the penalty, or ZeRO stage 3 or tensor parallelism in place of the pipeline"
+        )
 
 
 def names_of(unit: Unit, indices: Sequence[int]) -> list[str]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.units.layout import UnitLayout, UnitState
-from hf_zero.core.units.marks import ParamListener
+from hf_zero.core.units.marks import ParamListener, own_shape
 from hf_zero.core.units.shard import ON_DEVICE, Derived, OwnPart, ShardStorage
 from hf_zero.core.units.sharded_parameter import point
 from hf_zero.core.units.whole_buffer import WholeBuffer, ordinary_tensors
@@ -137,7 +137,12 @@ class AloneParams:
         """Copy ``data`` that was assigned to held parameters (``param.data = value``) into their own tensors; local."""
         for index, held in self._held.items():
             param = self._unit.params[index]
-            if param is not None and not self._joined and param.data_ptr() != held.value.data_ptr() and param.shape == held.value.shape:
+            if (
+                param is not None
+                and not self._joined
+                and param.data_ptr() != held.value.data_ptr()
+                and own_shape(param) == held.value.shape
+            ):
                 held.value.copy_(param.data)
 
     def adopt(self) -> None:

@@ -4,18 +4,21 @@
 forward of the parameter's own module and wrong for a penalty in the loss (``weight.norm()``), by name or by iteration. So between a forward
 and its backward a divided parameter has the class ``DividedParameter``, whose ``__torch_function__`` gives an operation that builds a graph
 the whole parameter: a differentiable gather, whose backward gives this rank its part of the gradient. The class distinguishes such
-operations from reads of the part by four conditions: gradients are on (an average of weights is computed without), no module of the model
-runs (a loss may call a part of the model), the operation computes, unlike a question about dtype, a comparison, ``detach()`` or a write to
-the part, and the caller is neither this package nor torch's own code for modules (a forward without a backward may be followed by a save). Shapes are whole, too: a penalty may divide by ``numel()``. A parameter of which each rank has a copy, but whose gradient is a
-sum over ranks, is read in the same way: only one rank passes the gradient of the penalty on.
+operations from reads of the part by three conditions: gradients are on (an average of weights is computed without), no module of the model
+runs (a loss may call a part of the model), and the operation computes, unlike a question about dtype, a comparison, ``detach()`` or a write
+to the part. Shapes are whole, too: a penalty may divide by ``numel()``; ``param.data`` has that of the part. A parameter of which each rank
+has a copy, but whose gradient is a sum over ranks, is read in the same way: only one rank passes the gradient of the penalty on.
+
+Outside of a loss nothing may communicate: one rank alone may log a norm. There a divided parameter has the class ``IdlePart``, which
+computes with the part, and whose graphs raise an error in backward: a penalty from before the forward would count the part.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -25,37 +28,34 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_zero.core.units.marks import tp_shard_of, whole_shape
-from hf_zero.core.units.sharded_parameter import WaitingParameter, free_functions, temporary
+from hf_zero.core.units.sharded_parameter import WaitingParameter, free_functions
 from hf_zero.errors import StateError, UnsupportedError
+from hf_zero.observe import warn_once
 
 Join = Callable[[torch.Tensor], torch.Tensor]
-_joins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_joins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter -> its join, and its name in the model
+_places: WeakKeyDictionary[nn.Module, dict[str, ref[torch.Tensor]]] = WeakKeyDictionary()  # parts by name in the module that owns them
 _wholes: dict[int, tuple[int, torch.Tensor]] = {}  # by id of the part: its version, and the whole tensor
 _inside = [0]  # number of running forwards of modules that have divided parameters, outside of a forward of their model
-_MACHINERY = ("hf_zero.", "torch.nn.modules.", "torch.optim.", "safetensors.")  # their code works with parts
 _WITHOUT_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 _LOCAL = (
     "detach", "equal", "allclose", "isnan", "isinf", "isfinite", "eq", "ne", "lt", "le", "gt", "ge", "__eq__", "__ne__", "__lt__",
     "__le__", "__gt__", "__ge__", "item", "tolist", "numpy", "cpu", "backward", "__array__", "__bool__", "__float__", "__int__",
     "__index__", "__dlpack__", "dim", "ndimension", "__setitem__",
 )  # fmt: skip
+_REDUCTIONS = frozenset(("norm", "vector_norm", "matrix_norm", "sum", "mean", "max", "min", "amax", "amin", "std", "var", "prod", "median"))
 _SHAPES = frozenset(
     (torch.Tensor.shape.__get__, torch.Tensor.size, torch.Tensor.numel, torch.Tensor.nelement, torch.numel, torch.Tensor.__len__)  # type: ignore[attr-defined]
 )
 
 
-def mark_join(param: torch.Tensor, join: Join) -> None:
-    """Register ``join`` for losses that compute with ``param``, see [Note: parts in a loss].
+def mark_join(param: torch.Tensor, join: Join, name: str) -> None:
+    """Register ``join`` for losses that compute with ``param``, the model's ``name``, see [Note: parts in a loss].
 
     ``join(part)`` returns the whole parameter; its backward gives ``param`` this rank's part of the gradient. Both may be collective over
     the ranks that divide the parameter. The record is kept beside the parameter, because attributes of a parameter are pickled.
     """
-    _joins[param] = join
-
-
-def is_joined(param: torch.Tensor) -> bool:
-    """Return whether ``mark_join`` was called for ``param``."""
-    return param in _joins
+    _joins[param] = join, name
 
 
 class DividedParameter(WaitingParameter):
@@ -66,68 +66,169 @@ class DividedParameter(WaitingParameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        asks = sys._getframe(1).f_globals.get("__name__", "")
-        if torch.is_grad_enabled() and not _inside[0] and not asks.startswith(_MACHINERY):
-            if func is torch.autograd.grad:
+        if not _inside[0]:
+            if not torch.is_grad_enabled():
+                _warn(func, args)
+            elif func is torch.autograd.grad:
                 return _gradients(func, args, kwargs)
-            if func in _SHAPES:
+            elif func in _SHAPES:
                 return of_whole_shape(func, args, kwargs)
-            if not _is_local(func, args, kwargs):
+            elif not _is_local(func, args, kwargs):
                 args, kwargs = _with_wholes((args, kwargs))
                 return func(*args, **kwargs)
         with _WITHOUT_FUNCTION():
             return func(*args, **kwargs)
 
 
-temporary.add(DividedParameter)
+class _Refused(torch.autograd.Function):
+    """A part; backward raises an error."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, called: str) -> torch.Tensor:
+        ctx.name, ctx.called = _joins[part][1], called
+        return part.view_as(part)
+
+    @staticmethod
+    def backward(ctx: Any, _gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        """Raise.
+
+        Raises:
+            StateError: Always.
+        """
+        raise StateError(
+            f"a loss contains {ctx.called} of {ctx.name}, computed before the model's forward or after its backward, where this rank has a "
+            "part of the parameter (tensor parallelism, experts). Compute it between the forward and the backward: there it is whole"
+        )
+
+
+class IdlePart(WaitingParameter):
+    """A part outside of forward, loss and backward, see [Note: parts in a loss]; its gradient may wait for a step."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        computes = not _is_local(func, args, kwargs)
+        if computes:
+            _warn(func, args)
+        refuses = computes and torch.is_grad_enabled()
+        with _WITHOUT_FUNCTION():
+            # With another tensor as operand it is a layer's product, or a sum over elements that is right part by part.
+            if refuses and all(isinstance(leaf, IdlePart) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)):
+                called = f"{getattr(func, '__name__', func)}()"
+                args, kwargs = tree_map_only(IdlePart, lambda part: _Refused.apply(part, called), (args, kwargs))
+            return func(*args, **kwargs)
+
+
+def require_own_parts(module: nn.Module) -> None:
+    """Raise if a script has replaced a divided parameter of ``module`` by a new one; local.
+
+    Raises:
+        UnsupportedError: It has.
+    """
+    for leaf, former in _places.get(module, {}).items():
+        param, own = module._parameters.get(leaf), former()
+        if isinstance(param, nn.Parameter) and own is not None and param is not own:
+            raise UnsupportedError(
+                f"{_joins[own][1]}: a new parameter {tuple(param.shape)} was put in its place after initialize(), in a model that several "
+                "ranks hold together (tensor parallelism, experts), which is not supported. Copy this rank's part of the values into the "
+                "parameter (param.data.copy_(part)), or replace the parameter before initialize()"
+            )
+
+
+def _rest(module: nn.Module, *_: Any) -> None:
+    """Let the parameters of ``module`` be parts again before values are loaded into them (a hook): torch compares the shapes."""
+    for param in module._parameters.values():
+        if type(param) is DividedParameter:
+            param.__class__ = IdlePart  # type: ignore[assignment]
+
+
+def _has_rest(module: nn.Module) -> bool:
+    return any(getattr(hook, "hook", hook) is _rest for hook in module._load_state_dict_pre_hooks.values())
 
 
 class PartsInLoss:
-    """Manager of the classes of one model's divided parameters: ``show`` before a loss, ``hide`` before everything else.
+    """Manager of the classes of one model's divided parameters.
 
     Args:
         module: The model; parameters that are registered later are not noticed.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._params = [param for param in module.parameters() if is_joined(param)]
+        self._params = [param for param in module.parameters() if param in _joins]
         self._modules = {id(inner) for inner in module.modules()} if self._params else set()
         self._handles: list[RemovableHandle] = []
-        self._former: dict[int, type[Any]] = {}  # classes of parameters that are shown, by id
+        self._owners = []
+        for inner in module.modules() if self._params else ():
+            own: dict[str, ref[torch.Tensor]] = {
+                leaf: ref(param) for leaf, param in inner._parameters.items() if param is not None and param in _joins
+            }
+            if own:
+                _places[inner] = own
+                self._owners.append(inner)
+                if not _has_rest(inner):
+                    inner.register_load_state_dict_pre_hook(_rest)
+
+    def require_own(self) -> None:
+        """Raise if a script has replaced a divided parameter by a new one, whose part nobody knows; local.
+
+        Raises:
+            UnsupportedError: It has.
+        """
+        for inner in self._owners:
+            require_own_parts(inner)
 
     def show(self) -> None:
-        """Let code compute with the whole parameters from now on; local. Parameters that are sharded now do not change."""
-        if not self._params:
-            return
-        for param in self._params:
-            if type(param) in (nn.Parameter, WaitingParameter):
-                self._former[id(param)] = type(param)
-                param.__class__ = DividedParameter  # type: ignore[assignment]
-        if not self._handles:
+        """Let a loss compute with whole parameters from now on; local. Parameters that are sharded now do not change."""
+        self._set(DividedParameter)
+        if self._params and not self._handles:
             _inside[0] = 0
             self._handles = [
                 register_module_forward_pre_hook(self._entered),
                 register_module_forward_hook(self._left, always_call=True),
             ]
 
+    def rest(self) -> None:
+        """Let graphs of parts raise in backward from now on; local."""
+        self._forget()
+        self._set(IdlePart)
+
     def hide(self) -> None:
-        """Undo ``show``; local."""
-        if not self._handles:
-            return
+        """Undo ``show`` and ``rest``, because a forward or backward begins; local."""
+        self._forget()
+        self._set(nn.Parameter)
+
+    def _set(self, kind: type[nn.Parameter]) -> None:
+        for param in self._params:
+            if type(param) in _KINDS:
+                param.__class__ = kind  # type: ignore[assignment]
+
+    def _forget(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles, _inside[0] = [], 0
-        for param in self._params:
-            _wholes.pop(id(param), None)
-            if type(param) is DividedParameter:
-                param.__class__ = self._former[id(param)]
-        self._former.clear()
+        if self._handles:
+            _inside[0] = 0
+            for param in self._params:
+                _wholes.pop(id(param), None)
+        self._handles = []
 
     def _entered(self, module: nn.Module, _args: Any) -> None:
         _inside[0] += id(module) in self._modules
 
     def _left(self, module: nn.Module, _args: Any, _output: Any) -> None:
         _inside[0] -= id(module) in self._modules
+
+
+_KINDS = frozenset((nn.Parameter, WaitingParameter, DividedParameter, IdlePart))
+
+
+def _warn(func: Any, args: Any) -> None:
+    """Warn once per parameter if ``func``, which the script calls where nothing is gathered, reduces a part to a number."""
+    if getattr(func, "__name__", "") in _REDUCTIONS and args and type(args[0]) in _KINDS and (shape := whole_shape(args[0])) is not None:
+        warn_once(
+            f"{func.__name__}() of {_joins[args[0]][1]} is that of this rank's part {tuple(args[0].data.shape)} of {tuple(shape)} (tensor "
+            "parallelism, experts). It is that of the whole parameter in a loss: between forward and backward, with gradients on, on all "
+            "ranks"
+        )
 
 
 def of_whole_shape(func: Any, args: Any, kwargs: Any) -> Any:
@@ -152,7 +253,7 @@ def _gradients(func: Any, args: Any, kwargs: Any) -> Any:
             "torch.autograd.grad was called for a parameter of experts that are divided over ranks (expert_parallel): its gradient "
             "includes the tokens of other ranks' batches. Use another parameter, or remove expert_parallel"
         )
-    joins = {place: _joins[inputs[place]] for place, part in parts.items() if part is not None}
+    joins = {place: _joins[inputs[place]][0] for place, part in parts.items() if part is not None}
     with _WITHOUT_FUNCTION():
         found = func(*args, **kwargs)
         return tuple(grad if grad is None or place not in joins else joins[place](grad) for place, grad in enumerate(found))
@@ -179,7 +280,7 @@ def _is_local(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _parts(given: Any) -> Iterable[Any]:
-    return (leaf for leaf in tree_leaves(given) if isinstance(leaf, DividedParameter))
+    return (leaf for leaf in tree_leaves(given) if isinstance(leaf, (DividedParameter, IdlePart)))
 
 
 def _shape(tensor: torch.Tensor) -> torch.Size:
@@ -207,7 +308,7 @@ def _with_wholes(given: Any) -> Any:
                 f"one operation of a loss was given several divided parameters and a tensor of shape {tuple(tensor.shape)}, which could be "
                 "a part of each: compute the loss one parameter at a time"
             )
-        return _joins[part](tensor)
+        return _joins[part][0](tensor)
 
     return tree_map_only(torch.Tensor, replaced, given)
 
@@ -217,6 +318,6 @@ def _whole(part: Any) -> torch.Tensor:
         version, kept = part._version, _wholes.get(id(part))
         if kept is not None and kept[0] == version:
             return kept[1]
-        whole = _joins[part](part)
+        whole = _joins[part][0](part)
     _wholes[id(part)] = version, whole
     return whole

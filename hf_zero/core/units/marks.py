@@ -160,6 +160,12 @@ def whole_shape(param: torch.Tensor) -> torch.Size | None:
     return part.full_shape if part is not None else None
 
 
+def own_shape(param: torch.Tensor) -> torch.Size:
+    """Return the shape of this rank's tensor, also where ``param.shape`` shows the full shape to a loss."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return param.shape
+
+
 def cut(whole: torch.Tensor, part: TpShard) -> torch.Tensor:
     """Return the ranges of ``part`` out of ``whole``, concatenated, in memory of their own."""
     pieces = [whole.narrow(part.dim, piece.start, piece.numel) for piece in part.ranges]

@@ -250,9 +250,6 @@ class WaitingParameter(_Waiting, nn.Parameter):
         return copied
 
 
-temporary: set[type[Any]] = {WaitingParameter}  # classes that an ``nn.Parameter`` loses when it is resharded
-
-
 def mark_waiting(params: Iterable[nn.Parameter | None]) -> None:
     """Give unsharded parameters the class whose ``grad`` the engine serves."""
     for param in params:
@@ -346,7 +343,7 @@ def requires_gradient(params: Iterable[torch.Tensor]) -> list[bool]:
 def set_class(param: torch.Tensor, empty: bool) -> None:
     """Give ``param`` the class of an empty parameter, or its former class; classes with their own ``__torch_function__`` do not change."""
     kind = type(param)
-    if kind in temporary:
+    if issubclass(kind, WaitingParameter):
         param.__class__ = kind = nn.Parameter  # type: ignore[assignment]
     if kind is (nn.Parameter if empty else ShardedParameter):  # nearly all parameters have one of these classes; runs in each forward
         param.__class__ = ShardedParameter if empty else nn.Parameter  # type: ignore[assignment]

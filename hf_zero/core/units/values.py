@@ -10,6 +10,7 @@ import torch
 from hf_zero.comm.collectives import Pending
 from hf_zero.comm.quantized import Float8Codes, compare_scales
 from hf_zero.core.units.layout import UnitState
+from hf_zero.core.units.marks import own_shape
 from hf_zero.core.units.shard import ON_DEVICE
 from hf_zero.core.units.sharded_parameter import point
 from hf_zero.core.units.unit import Unit
@@ -223,7 +224,7 @@ def _at(holder: Unit, param: torch.Tensor) -> str:
     start = (param.data_ptr() - holder.whole.flat.data_ptr()) // holder.whole.flat.element_size()
     for index, slot in enumerate(holder.layout.slots):
         other = holder.params[index]
-        overlaps = slot.offset < start + param.numel() and start < slot.offset + slot.numel
+        overlaps = slot.offset < start + own_shape(param).numel() and start < slot.offset + slot.numel
         if overlaps and other is not None and other is not param and other.data_ptr() == holder.whole.view(index).data_ptr():
             return slot.name
     return ""

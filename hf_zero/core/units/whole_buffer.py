@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_zero.activation_checkpointing.host_activations import mark_resident
 from hf_zero.core.units.layout import ParamSlot, UnitLayout
-from hf_zero.core.units.marks import bytes_as
+from hf_zero.core.units.marks import bytes_as, own_shape
 from hf_zero.core.units.shard import has_memory, require_memory
 from hf_zero.core.units.sharded_parameter import point, point_all
 from hf_zero.errors import StateError
@@ -225,7 +225,7 @@ class WholeBuffer:
             if param is None:
                 continue
             if version not in (None, param._version) or (view.numel() and param.data_ptr() != view.data_ptr()):
-                if param.numel() != view.numel():
+                if own_shape(param).numel() != view.numel():
                     raise _other_shape(self._layout.slots[index].name, view, param)
                 yield index, param.data
 
@@ -254,8 +254,8 @@ class WholeBuffer:
             if param is None:
                 continue
             address = start + slot.offset * width if slot.numel else 0  # equals view.data_ptr(), which is slower
-            if param.data_ptr() != address or param.shape != slot.shape:
-                if param.shape != view.shape:
+            if param.data_ptr() != address or (param.shape != slot.shape and own_shape(param) != slot.shape):
+                if own_shape(param) != view.shape:
                     raise _other_shape(slot.name, view, param)
                 if separate is not None and not assigned:
                     separate()
@@ -275,7 +275,7 @@ class WholeBuffer:
         """
         for param, view, slot in zip(self._params, self._views, self._layout.slots, strict=True):
             elsewhere = param is not None and view.numel() and param.data_ptr() != view.data_ptr()
-            if elsewhere and param is not None and param.shape == view.shape and not torch.equal(view, param.data):
+            if elsewhere and param is not None and own_shape(param) == view.shape and not torch.equal(view, param.data):
                 raise _needed(slot.name)
 
     def free(self, leave: bool, for_autograd: bool = False, awaited: Callable[[], bool] = bool) -> None:
@@ -344,7 +344,7 @@ class WholeBuffer:
 
 def _other_shape(name: str, view: torch.Tensor, param: torch.Tensor) -> StateError:
     return StateError(
-        f"parameter {name} has shape {tuple(view.shape)}, and was given data of shape {tuple(param.shape)}. A parameter "
+        f"parameter {name} has shape {tuple(view.shape)}, and was given data of shape {tuple(own_shape(param))}. A parameter "
         "of an engine keeps its shape: to change it, register a new parameter before initialize()"
     )
 
