@@ -192,8 +192,8 @@ class Passes:
             ranks = [rank for rank, kept in enumerate(axis.gather_objects(here, "ranks with kept tensors")) if kept]
             raise UnsupportedError(
                 f"pipeline: the loss of stage rank(s) {', '.join(map(str, ranks))} uses tensors that a hook or an attribute has kept from "
-                "inside of the model, and the other stages have no such tensors. Add such a summand to the loss inside the model's forward, "
-                "behind its layers, or leave pipeline.stages out"
+                "inside of the model, and the other stages have no such tensors. Add such a summand to the loss inside the model's "
+                "forward, behind its layers, or leave pipeline.stages out"
             )
 
     def _backward_part(self, at: tuple[int, int], run: Run, ends: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:

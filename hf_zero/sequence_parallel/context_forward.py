@@ -114,13 +114,13 @@ class DividedForwards(BoundForwards):
         name = type(part).__name__
         if in_sliced_step():
             raise UnsupportedError(
-                f"context parallelism: {name} was called by itself inside maybe_context_parallel, with this rank's part of the tokens. Call "
-                "the whole model there, or call this part outside, with whole sequences"
+                f"context parallelism: {name} was called by itself inside maybe_context_parallel, with this rank's part of the tokens. "
+                "Call the whole model there, or call this part outside, with whole sequences"
             )
         if torch.is_grad_enabled() and any(getattr(module, "gradient_checkpointing", False) for module in part.modules()):
             raise UnsupportedError(
-                f"context parallelism: {name} was called by itself, and its layers are recomputed (gradient checkpointing), where such a call "
-                "cannot be told from a call of the whole model. Call the whole model, or switch checkpointing off"
+                f"context parallelism: {name} was called by itself, and its layers are recomputed (gradient checkpointing), where such a "
+                "call cannot be told from a call of the whole model. Call the whole model, or switch checkpointing off"
             )
         warn_once(
             f"context parallelism: {name} was called by itself, outside of the forward of the whole model: each rank computes whole "
