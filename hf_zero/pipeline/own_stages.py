@@ -162,6 +162,7 @@ class Run:
         self.received: list[torch.Tensor] = []
         self.result: Any = None
         self.nodes: list[Any] = []
+        self._results: list[torch.Tensor] = []  # of this stage's items
         self._own = own
         self._index = index
         self._limit = index if only_before else index + 1  # the stage whose first call ends the forward
@@ -199,7 +200,7 @@ class Run:
         own = stage == self._index
         result = self._run(original, args, kwargs) if own else self._stand_in(path, place, args, kwargs)
         if own and self._grad:
-            self.nodes += [tensor.grad_fn for _, tensor in tensors_in(result) if tensor.grad_fn is not None]
+            self._results += [tensor for _, tensor in tensors_in(result)]  # a graph of torch.compile cannot read ``grad_fn``
         if place in self._outgoing:
             if self._grad and not torch.is_grad_enabled():
                 self._refuse_reentrant(path)
@@ -247,10 +248,11 @@ class Run:
         return map_tensors(template, fill)
 
     def check(self) -> None:
-        """Refuse a forward that ended before it had called this stage's items.
+        """Complete ``nodes``, and refuse a forward that ended before it had called this stage's items.
 
         The last stage need not call all of its items: a loss that reads the head's weight directly never calls the head.
         """
+        self.nodes, self._results = [tensor.grad_fn for tensor in self._results if tensor.grad_fn is not None], []
         span = self._plan.span(self._index)
         if self._place < (span.stop if self._index < self._plan.stages - 1 else span.start + 1):
             raise UnsupportedError(
