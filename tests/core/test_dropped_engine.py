@@ -76,6 +76,7 @@ def _tensors_of_graphs() -> int:
 def _graphs_are_freed() -> None:
     """Drop the outputs of a forward, with the keys and values of all layers or without; with a backward or without."""
     case = CASES["gpt2"]
+    before = _tensors_of_graphs()  # torch.compile's caches of earlier jobs hold some
     for stage in (0, 3):
         for caches in (False, True):
             model: Any = case.build()
@@ -87,7 +88,7 @@ def _graphs_are_freed() -> None:
                     engine.backward(loss)
                     engine.step()
                 del loss
-                assert not _tensors_of_graphs(), f"stage {stage}, caches {caches}, trains {trains}"
+                assert _tensors_of_graphs() <= before, f"stage {stage}, caches {caches}, trains {trains}"
             engine.destroy()
 
 

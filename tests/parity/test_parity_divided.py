@@ -105,6 +105,8 @@ def weighted(model: Any, batch: Batch) -> torch.Tensor:
     output = model(**batch)
     layer = plain_module(model).model.layers[-1]
     params = [layer.mlp.down_proj.weight, layer.self_attn.q_norm.weight, layer.input_layernorm.weight, layer.mlp.up_proj.weight]
+    with torch.no_grad():
+        model(**batch)  # a forward without gradients in between, such as a reference's
     second = output.logits.float().logsumexp(-1).square().mean()
     sizes = [torch.autograd.grad(loss, params[0], retain_graph=True)[0].norm() for loss in (output.loss, second)]
     gradients = torch.autograd.grad(output.loss, params, create_graph=True)

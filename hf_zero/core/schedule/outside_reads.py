@@ -122,7 +122,9 @@ class OutsideReads:
     def end_forward(self) -> None:
         """Drop the complete tensors, and show those of divided parameters to a loss that may follow; local."""
         self._wholes.clear()
-        if self._wants_values():
+        if self._backward.begun:
+            return
+        if self._backward.awaited:  # also after a forward without gradients, such as a reference's, beside one with them
             self._parts.show()
         else:
             self._parts.rest()
