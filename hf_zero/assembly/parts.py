@@ -54,6 +54,7 @@ from hf_zero.offload.policy import Offloading
 from hf_zero.onebit.step import step_kind
 from hf_zero.pipeline.apply import pipelined
 from hf_zero.pipeline.generation import WholeGeneration
+from hf_zero.tensor_parallel.same_data import equal_random_state
 
 Explain = Callable[[Any, BaseException, str], None]
 
@@ -292,11 +293,16 @@ def attach_hooks(module: nn.Module, runtime: Runtime, topology: Topology) -> Non
 
 
 def attach_generation(module: nn.Module, runtime: Runtime, units: Sequence[Unit], networks: Networks, config: ZeroConfig) -> None:
-    """Wrap ``generate``: for sharded parameters, for experts that other ranks hold, or for compiled modules alone."""
+    """Wrap ``generate``: for sharded parameters, for experts that other ranks hold, or for compiled modules alone.
+
+    Ranks that hold layers together must draw the same tokens, whatever seeds a script has set since.
+    """
     synced = networks.topology.expert is not None
     generation: StandsBefore = PlainGeneration()
     if runtime.schedule is not None or synced:
         generation = Generation(runtime, units, networks.collectives.data, config.hf_zero.gather_for_generation, synced)
+    if networks.topology.layers.model is not None:
+        generation.before = partial(equal_random_state, open_collectives(networks.topology.layers.model))
     generation.attach(module)
     runtime.keep(generation)
 

@@ -144,6 +144,9 @@ class Collectives(ABC):
         self.sent_bytes = 0
         self.take_number()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Collectives:
+        return self  # a process group cannot be copied
+
     def take_number(self) -> None:
         """Set ``number``, and send from now on what graphs send over this process group."""
         self.number = _numbers.setdefault(getattr(self.topology.group, "group_name", None), len(_numbers))

@@ -31,9 +31,11 @@ class StandsBefore(ABC):
 
     Attributes:
         synced: Whether ranks run the same number of forwards, together; None leaves it to the caller.
+        before: Called before a call of ``generate``; None for nothing.
     """
 
     synced: bool | None = False
+    before: Callable[[], None] | None = None
 
     def __init__(self) -> None:
         self._modules: list[nn.Module] = []
@@ -203,6 +205,8 @@ class GenerateMethod:
         """Call the class's method, uncompiled ([Note: generation and torch.compile]), with ``synced_gpus`` as [Note: generation] says."""
         if self._synced and self._generation.synced is not None:
             kwargs["synced_gpus"] = self._generation.synced
+        if self._generation.before is not None:
+            self._generation.before()
         with as_written(self._module):
             return self._generation.run(self._module, partial(self.__wrapped__, *args, **kwargs))
 

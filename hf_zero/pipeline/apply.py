@@ -241,7 +241,9 @@ def put_forward(model: nn.Module, pipeline: Pipeline, topology: Topology) -> Non
     collectives = open_collectives(everyone)
     beside = open_collectives(topology.expert) if topology.expert is not None else None
     paths = list(dict.fromkeys(call.path for call in pipeline.plan.calls))
-    own = OwnStages(model, pipeline.placement, pipe.rank, paths, Templates(pipeline.skeleton), topology.device)
+    apart = [name for name, ranks in pipeline.held_by.items() if len(ranks) < pipeline.placement.ranks]
+    divided = [path for path in paths if any(name.startswith(f"{path}.") for name in apart)]
+    own = OwnStages(model, pipeline.placement, pipe.rank, paths, divided, Templates(pipeline.skeleton), topology.device)
     planned = partial(_plan_for, pipeline)
     settings = pipeline.micro_batches, pipeline.schedule, planned, beside
     model.forward = PipelinedForward(own, open_collectives(pipe), collectives, *settings)

@@ -15,7 +15,7 @@ from torch import nn
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.link import Link
 from hf_zero.core.schedule.forward_hooks import as_written
-from hf_zero.errors import UnsupportedError
+from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.observe import log_rank0
 from hf_zero.pipeline import micro_batches
 from hf_zero.pipeline.micro_batches import IGNORED
@@ -98,6 +98,12 @@ class PipelinedForward:
         self._source = own.placement.rank_of(own.placement.stages - 1)
         self._last = self._source == own.rank
         self._shapes = ResultShapes(pipe, self._source)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PipelinedForward:
+        raise StateError(
+            f"{type(self._own.model).__name__} was copied while pipeline.stages divides it: each rank has the layers of its stages alone. "
+            "Copy the model before initialize, keep averages of weights with hf_zero's averages, or copy what engine.save_16bit_model wrote"
+        )
 
     def attach(self) -> None:
         """Count another engine that runs the model; ``remove`` is called when it is destroyed."""

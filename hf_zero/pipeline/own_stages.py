@@ -4,12 +4,16 @@
 earlier stage returns a placeholder of the right shape, or the received tensors where they cross the border; calls of this stage's items
 run; the first call of a later stage's item ends the forward here. So masks, position tables and all other computations between blocks
 need no list of names, and the last stage ends with the model's own loss.
+
+[Note: hooks on items] An item's hooks (of a script, of tensor parallelism) run on its own stage alone, around its forward: a tensor crosses
+the border as the hooks leave it. So whole calls are replaced, not forwards; backward hooks are part of a call. The forward is replaced,
+too, for models that call it by its name.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -43,12 +47,20 @@ class OwnStages:
         placement: See the attribute.
         rank: See the attribute.
         paths: Dotted names of the items.
+        divided: Those of which some rank lacks parameters: they refuse calls by themselves, on every rank alike.
         templates: Results of items without values.
         device: Device of this rank.
     """
 
     def __init__(
-        self, model: nn.Module, placement: Placement, rank: int, paths: Sequence[str], templates: Templates, device: torch.device
+        self,
+        model: nn.Module,
+        placement: Placement,
+        rank: int,
+        paths: Sequence[str],
+        divided: Collection[str],
+        templates: Templates,
+        device: torch.device,
     ) -> None:
         self.model = model
         self.placement = placement
@@ -59,36 +71,35 @@ class OwnStages:
         self._run: Run | None = None
         self._elsewhere: tuple[PipelinePlan, list[dict[str, Any]]] | None = None  # attributes of the modules that others run
         self._originals: dict[str, Callable[..., Any]] = {}
+        self._divided = frozenset(divided)
         for path in paths:
             module = model.get_submodule(path)
             for key, hook in list(module._forward_pre_hooks.items()):
                 if hook is refuse:  # left by an engine that was destroyed
                     del module._forward_pre_hooks[key]
-            self._replace_forward(path, module)
+            self._originals[path] = module.forward
+            module.__dict__["_call_impl"] = self._replaced(path, module._call_impl)  # [Note: hooks on items]
+            module.forward = self._replaced(path, module.forward)
 
-    def _replace_forward(self, path: str, module: nn.Module) -> None:
-        original = module.forward
-        self._originals[path] = original
+    def _replaced(self, path: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function in the place of ``original``: a call of the item ``path``, or the forward inside it."""
 
         @functools.wraps(original)
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             run = self._run
-            if run is None and not self.whole and not torch._C._current_graph_task_id() >= 0:
-                self._require_here(path)
-            return original(*args, **kwargs) if run is None else run.call(path, original, args, kwargs)
+            if run is not None:
+                return run.call(path, original, args, kwargs)
+            if path in self._divided and not self.whole and not torch._C._current_graph_task_id() >= 0:
+                refuse(self.model.get_submodule(path))
+            return original(*args, **kwargs)
 
-        module.forward = forward
-
-    def _require_here(self, path: str) -> None:
-        """Refuse a call of a module that another stage holds, outside a forward of the whole model."""
-        module = self.model.get_submodule(path)
-        if _is_other(module):
-            refuse(module)
+        return call
 
     def remove(self) -> None:
         """Restore the forwards of modules; modules of other stages refuse calls from then on."""
         for path, original in self._originals.items():
             module = self.model.get_submodule(path)
+            module.__dict__.pop("_call_impl", None)
             give_back(module, original)
             if _is_other(module):
                 module.register_forward_pre_hook(refuse, prepend=True)
@@ -144,11 +155,14 @@ class Run:
     Attributes:
         received: Tensors that crossed the border before this stage.
         result: The model's own result, on the last stage.
+        nodes: Nodes of the graph at the results of this stage's items; a tensor kept from an item leads to one of them.
     """
 
     def __init__(self, own: OwnStages, plan: PipelinePlan, index: int, receive: Receive, only_before: bool = False) -> None:
         self.received: list[torch.Tensor] = []
         self.result: Any = None
+        self.nodes: list[Any] = []
+        self._results: list[torch.Tensor] = []  # of this stage's items
         self._own = own
         self._index = index
         self._limit = index if only_before else index + 1  # the stage whose first call ends the forward
@@ -183,7 +197,10 @@ class Run:
         if stage >= self._limit:
             raise _StageIsOver
         self._place += 1
-        result = self._run(original, args, kwargs) if stage == self._index else self._stand_in(path, place, args, kwargs)
+        own = stage == self._index
+        result = self._run(original, args, kwargs) if own else self._stand_in(path, place, args, kwargs)
+        if own and self._grad:
+            self._results += [tensor for _, tensor in tensors_in(result)]  # a graph of torch.compile cannot read ``grad_fn``
         if place in self._outgoing:
             if self._grad and not torch.is_grad_enabled():
                 self._refuse_reentrant(path)
@@ -231,10 +248,11 @@ class Run:
         return map_tensors(template, fill)
 
     def check(self) -> None:
-        """Refuse a forward that ended before it had called this stage's items.
+        """Complete ``nodes``, and refuse a forward that ended before it had called this stage's items.
 
         The last stage need not call all of its items: a loss that reads the head's weight directly never calls the head.
         """
+        self.nodes, self._results = [tensor.grad_fn for tensor in self._results if tensor.grad_fn is not None], []
         span = self._plan.span(self._index)
         if self._place < (span.stop if self._index < self._plan.stages - 1 else span.start + 1):
             raise UnsupportedError(
@@ -262,6 +280,6 @@ def refuse(module: nn.Module, *_: Any) -> None:
         StateError: Always.
     """
     raise StateError(
-        f"{type(module).__name__} was called by itself, or without an engine, and another stage of the pipeline holds it. Call the whole "
+        f"{type(module).__name__} was called by itself, or without an engine, and only one stage of the pipeline holds it. Call the whole "
         "model, prepared by an engine, on every rank; or bring all weights together with engine.save_16bit_model"
     )

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from hf_zero.comm.link import Link
-from hf_zero.errors import StateError
+from hf_zero.core.schedule.torch_internals import will_run
+from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.pipeline.own_stages import OwnStages, Run
 from hf_zero.pipeline.plan import PipelinePlan
 from hf_zero.system.trees import tensors_in
@@ -166,12 +167,14 @@ class Passes:
 
         Raises:
             StateError: The backward has already run.
+            UnsupportedError: On every rank, if the loss of a rank uses tensors that a script has kept from the layers of one stage.
         """
         if not self._runs:
             raise StateError(
                 "a second backward through the same forward of a pipeline: call the model again (retain_graph does not keep what the other "
                 "stages need)"
             )
+        self._refuse_kept()
         runs, ends, given = self._runs, self._ends, iter(gradients)
         by_part = [[next(given) for _ in part] for part in ends]
         self._runs, self._ends = {}, []
@@ -180,6 +183,18 @@ class Passes:
             for place in reversed(range(len(by_part))):
                 self._backward_part((index, place), runs.pop((index, place)), ends[place], by_part[place])
         self._link.settle("gradients to the stage before")
+
+    def _refuse_kept(self) -> None:
+        """Refuse a loss that leads into the graph of a stage directly: other ranks have no such summand, nor its gradient; collective."""
+        nodes = [node for run in self._runs.values() for node in (*run.nodes, *map(_node, run.received)) if node is not None]
+        here, axis = any(map(will_run, nodes)), self._link.axis
+        if axis.any_rank(here, "kept tensors in the loss"):
+            ranks = [rank for rank, kept in enumerate(axis.gather_objects(here, "ranks with kept tensors")) if kept]
+            raise UnsupportedError(
+                f"pipeline: the loss of stage rank(s) {', '.join(map(str, ranks))} uses tensors that a hook or an attribute has kept from "
+                "inside of the model, and the other stages have no such tensors. Add such a summand to the loss inside the model's "
+                "forward, behind its layers, or leave pipeline.stages out"
+            )
 
     def _backward_part(self, at: tuple[int, int], run: Run, ends: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
         index, place = at
@@ -209,6 +224,11 @@ class Passes:
             self._here[of] = tensors
         else:
             self._link.send(tensors, target, "gradients to the stage before")
+
+
+def _node(leaf: torch.Tensor) -> Any:
+    """Return the node that adds to ``leaf.grad``; None for a tensor without gradients."""
+    return torch.autograd.graph.get_gradient_edge(leaf).node if leaf.requires_grad else None
 
 
 class _Outer(torch.autograd.Function):

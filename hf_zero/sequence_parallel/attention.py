@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -93,6 +94,7 @@ class SlicedAttention:
         sliced: Whether the last forward of the model was over slices.
         called: Whether the forward under way has called it.
         inside_whole: Modules under way, one in the other, that have whole sequences: attention in them is as ever.
+        alone: Number of calls under way, one in the other, of a part of the model by itself, over whole sequences.
     """
 
     def __init__(self, model: nn.Module, collectives: Collectives, reads_positions: bool, modules: Sequence[str] | None = None) -> None:
@@ -101,8 +103,15 @@ class SlicedAttention:
         self.sliced = False
         self.called = False
         self.inside_whole = 0
+        self.alone = 0
         for module in model.modules() if modules is None else map(model.get_submodule, modules):
             module.__dict__[_SLICED] = _Mark(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SlicedAttention:
+        """Return the attention of a copy of the model, which has whole sequences always."""
+        copied = copy(self)
+        copied.alone = 1
+        return copied
 
     @property
     def run(self) -> Callable[..., tuple[torch.Tensor, None]]:
@@ -115,7 +124,7 @@ class SlicedAttention:
         Activation checkpointing calls it again after the forward has ended, maybe after an evaluation. Such a call is recognized by the
         training mode of ``module``.
         """
-        return self.sliced or (module.training and torch.is_grad_enabled())
+        return not self.alone and (self.sliced or (module.training and torch.is_grad_enabled()))
 
     def attend(
         self,

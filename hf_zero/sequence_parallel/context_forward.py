@@ -21,6 +21,8 @@ from torch import nn
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import ConfigError, HfZeroError, StateError, UnsupportedError
+from hf_zero.observe import warn_once
+from hf_zero.sequence_parallel.attention import sliced_attention
 from hf_zero.sequence_parallel.batches import IGNORED, LABELS, Batch, counted_by_adapter, is_medium, is_slice, mark_slice, whole_batch
 from hf_zero.sequence_parallel.forward import BoundForwards, Randomness, SliceSettings, bound_forwards
 from hf_zero.sequence_parallel.gathered import ContextAttention
@@ -92,12 +94,45 @@ class DividedForwards(BoundForwards):
         self._labels: torch.Tensor | None = None
         self._is_mean = self._joins_loss = True
         self._length = 0  # of whole sequences that this hook has cut; 0 where the caller has
+        self._alone: list[nn.Module] = []  # parts of the model under way, called by themselves
         self.bind(model)
+        for part in model.modules():
+            if part is not model and hasattr(part, "get_input_embeddings"):  # a model of transformers
+                self._hooks.append(part.register_forward_pre_hook(self._begin_alone, prepend=True))
+                self._hooks.append(part.register_forward_hook(self._end_alone, always_call=True))
 
     def remove(self) -> None:
         """Take the hooks off; sequences are whole again."""
         super().remove()
         self._rotary.remove()
+
+    def _begin_alone(self, part: nn.Module, _args: Any) -> None:
+        """Let a part of the model that is called by itself compute whole sequences ([Note: parts of a model by themselves])."""
+        attention = sliced_attention(part)
+        if self._open or attention is not self.attention:  # inside the model, or in a copy of it
+            return
+        name = type(part).__name__
+        if in_sliced_step():
+            raise UnsupportedError(
+                f"context parallelism: {name} was called by itself inside maybe_context_parallel, with this rank's part of the tokens. "
+                "Call the whole model there, or call this part outside, with whole sequences"
+            )
+        if torch.is_grad_enabled() and any(getattr(module, "gradient_checkpointing", False) for module in part.modules()):
+            raise UnsupportedError(
+                f"context parallelism: {name} was called by itself, and its layers are recomputed (gradient checkpointing), where such a "
+                "call cannot be told from a call of the whole model. Call the whole model, or switch checkpointing off"
+            )
+        warn_once(
+            f"context parallelism: {name} was called by itself, outside of the forward of the whole model: each rank computes whole "
+            "sequences. Results are exact, but no work is divided; call the whole model, with labels, to divide it"
+        )
+        self._alone.append(part)
+        self.attention.alone += 1
+
+    def _end_alone(self, part: nn.Module, _args: Any, _output: Any) -> None:
+        if self._alone and self._alone[-1] is part:
+            self._alone.pop()
+            self.attention.alone -= 1
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}

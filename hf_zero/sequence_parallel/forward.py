@@ -82,7 +82,7 @@ _bound: WeakKeyDictionary[nn.Module, BoundForwards] = WeakKeyDictionary()
 
 
 class BoundForwards:
-    """Hooks around the forward of one model, which has no others of this kind.
+    """Hooks around the forward of one model, which has no others of this kind. On a copy of the model they do nothing.
 
     Attributes:
         settings: Settings of the script.
@@ -100,13 +100,22 @@ class BoundForwards:
             if before is not None:
                 before.remove()
         _bound[model] = self
-        self._hooks.append(model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True))
-        self._hooks.append(model.register_forward_hook(self._after, always_call=True))
+        self._hooks.append(model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
+        self._hooks.append(model.register_forward_hook(self._leave, always_call=True))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BoundForwards:
+        return self  # its groups cannot be copied
 
     def remove(self) -> None:
         """Take the hooks off; the model sees whole sequences again."""
         for hook in self._hooks:
             hook.remove()
+
+    def _enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        return self._before(model, args, kwargs) if _bound.get(model) is self else None
+
+    def _leave(self, model: nn.Module, args: Any, output: Any) -> Any:
+        return self._after(model, args, output) if _bound.get(model) is self else None
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         raise NotImplementedError

@@ -48,7 +48,7 @@ def run_stages(model: nn.Module, plan: PipelinePlan, call: Mapping[str, Any]) ->
         for name, param in part.named_parameters():
             if index not in plan.holders[name]:
                 param.data = torch.full_like(param, float("nan")) if param.is_floating_point() else torch.zeros_like(param)
-        stages.append(OwnStages(part, placement, index, paths, templates, torch.device("cpu")))
+        stages.append(OwnStages(part, placement, index, paths, (), templates, torch.device("cpu")))
     runs = _forward(stages, plan, call)
     loss = runs[-1].result.loss
     _backward(runs, loss)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -338,3 +339,44 @@ def in_a_forward() -> None:
 
 def test_batches_that_cannot_be_divided_are_refused() -> None:
     ranks.run_ranks(in_a_forward, 2)
+
+
+def loss_of_parts(model: nn.Module, batch: Any) -> torch.Tensor:
+    """A loss that makes its logits itself, from the model inside and the head's weight."""
+    hidden = model.model(input_ids=batch["input_ids"]).last_hidden_state[:, :-1]
+    logits = hidden @ model.lm_head.weight.T
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+def parts_by_themselves() -> None:
+    batch, plain = script_batch(Data(), 0, 0, 0), build(llama)
+    expected = loss_of_parts(plain, batch)
+    expected.backward()
+    norm = float(torch.stack([param.grad.norm() for param in plain.parameters()]).norm())
+    for stage in (0, 3):
+        engine = hf_zero.initialize(model=build(llama), config=config(Run(stage, clip=0.0), 2))[0]
+        model = engine.module
+        with torch.no_grad(), hf_zero.zero.GatheredParameters(list(model.parameters())):
+            copied = deepcopy(model)
+        for _ in range(2):  # a step over parts between two over whole sequences
+            loss = loss_of_parts(model, batch)
+            assert abs(float(loss) - float(expected)) <= LOSS * abs(float(expected)), stage
+            engine.backward(loss)
+            found = engine.stepper.measure() if stage == 0 else None
+            engine.zero_grad()
+            if found is not None:
+                assert abs(float(found) - norm) <= NORM * norm
+            engine.backward(engine(**batch).loss)
+            engine.zero_grad()
+        with torch.no_grad():
+            assert abs(float(loss_of_parts(copied, batch)) - float(expected)) <= LOSS * abs(float(expected)), stage
+            whole_loss = float(copied.eval()(**batch).loss)
+        assert abs(whole_loss - float(expected)) <= LOSS * abs(float(expected)), stage
+        model.gradient_checkpointing_enable()
+        with pytest.raises(UnsupportedError, match=r"LlamaModel was called by itself, and its layers are recomputed"):
+            loss_of_parts(model, batch)
+        engine.destroy()
+
+
+def test_parts_of_the_model_by_themselves_and_copies_have_whole_sequences() -> None:
+    ranks.run_ranks(parts_by_themselves, 2)

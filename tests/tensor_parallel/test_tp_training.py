@@ -111,3 +111,20 @@ def _seeds_by_rank(folder: str) -> tuple[list[float], float]:
 def test_ranks_of_a_group_draw_the_same_whatever_seeds_they_have(tmp_path: Path) -> None:
     first, second = ranks.run_ranks(_seeds_by_rank, 2, str(tmp_path))
     assert first == second
+
+
+def _sampled_by_rank() -> list[int]:
+    """Tokens that ranks of a group sample after each has set a seed of its own."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(1)
+    config = GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=32, bos_token_id=1, eos_token_id=None)
+    engine = parity.initialize(GPT2LMHeadModel(config).eval(), Run(stage=1, extra={"tensor_parallel": {"autotp_size": 2}}))
+    torch.manual_seed(ranks.rank())
+    found: list[int] = engine.module.generate(torch.tensor([[5, 6]]), max_new_tokens=12, do_sample=True, pad_token_id=0)[0].tolist()
+    return found
+
+
+def test_ranks_of_a_group_sample_the_same_tokens_whatever_seeds_they_have() -> None:
+    first, second = ranks.run_ranks(_sampled_by_rank, 2)
+    assert first == second

@@ -180,20 +180,19 @@ class OwnObject:
         """Return whether an update runs nothing of a script: neither hooks on all optimizers of this process, nor a replaced ``step``."""
         return not (self._replaced() or step_hooks.hooks_before(self._inner) or step_hooks.hooks_after())
 
-    def require_own_state(self) -> None:
-        """Raise if ``state`` has entries of the model's parameters, in whose place the groups hold flat parts of masters.
-
-        Raises:
-            StateError: There is such an entry; the message names the parameter.
+    def foreign_states(self) -> str:
+        """Return the text of an error if ``state`` has entries of the model's parameters, in whose place the groups hold flat parts of
+        masters; "" if not. Local: a pipeline has each parameter on some ranks only.
         """
         for key in self._inner.state:
             owner = find_unit(key) if isinstance(key, torch.Tensor) else None
             if owner is not None:
-                raise StateError(
+                return (
                     f"optimizer.state was used with {owner[0].layout.slots[owner[1]].name}, but the engine keeps the states of flat parts "
                     "of its parameters there, so this entry has no effect. Use hf_zero.utils.safe_get_full_optimizer_state and "
                     "safe_set_full_optimizer_state, the tensors in optimizer.param_groups, or optimizer.state.clear() to begin anew"
                 )
+        return ""
 
     def _for_scripts(self, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
         weak = ref(self)

@@ -175,10 +175,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Call the script's pre-step hooks, once the update is certain: all gradients are there and finite.
 
         Raises:
-            StateError: The script has used ``state`` with parameters of the model.
             RuntimeError: A hook returns other arguments for ``step``, which takes none here.
         """
-        self.own.require_own_state()
         step_hooks.call_before(self, (*self._optimizer_step_pre_hooks.values(),))
 
     def end_step(self) -> None:

@@ -227,10 +227,9 @@ class Stepper:
         Raises:
             StateError: On every rank, if ranks have begun different numbers of micro-steps or have different hyper-parameters.
         """
-        parts = self.optimizer.own.parts
-        parts.take(forward=False)
-        units = self.runtime.units()
-        refused = refused or parts.refusal() or saved_empty(units)
+        own, units = self.optimizer.own, self.runtime.units()
+        own.parts.take(forward=False)
+        refused = refused or own.parts.refusal() or own.foreign_states() or saved_empty(units)
         look = WrittenValues(units, self.collectives.data, self.everyone, self.runtime.idle, refused)
         alike = [_STEPS, same_pace(self.runtime.micro_steps), *look.alike(), self.trained.alike()]
         written = _WRITTEN if have_written(self.reducer) else _CHANGED if self._has_changed() else 0
