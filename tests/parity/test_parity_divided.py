@@ -128,6 +128,23 @@ def test_gradients_with_respect_to_parts() -> None:
     ranks.run_ranks(_weighted, 2, [0, 1])
 
 
+def without_the_head(model: Any, batch: Batch) -> torch.Tensor:
+    """Return a loss from the output of the inner model, which is called by itself, and the weight of the head; and a penalty."""
+    module = plain_module(model)
+    hidden = module.model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask")).last_hidden_state[:, :-1]
+    logits = hidden @ module.lm_head.weight.T
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten()) + means(module)
+
+
+def _without_the_head(stages: list[int]) -> None:
+    for stage in stages:
+        check_training(lambda: build(DENSE), alike(mixed(DENSE), 2), without_the_head, with_split_layers(Run(stage), 2))
+
+
+def test_a_loss_of_the_inner_model_and_the_weight_of_the_head() -> None:
+    ranks.run_ranks(_without_the_head, 2, [0, 2])
+
+
 def gradient_of_experts() -> str:
     engine = parity.initialize(build(EXPERTS), with_experts(Run(1), 2))
     loss = engine(**mixed(EXPERTS)(0, 0, ranks.rank())).loss

@@ -118,6 +118,35 @@ class OutsideReads:
         for module in self._module.modules():
             if whole_reader_of(module) is not None:
                 self._guard(module)
+        if self._parts:
+            for module in self._around_blocks():
+                self._show_after(module)
+
+    def _around_blocks(self) -> list[nn.Module]:
+        """Return the modules between the root and the blocks (``model.model``), which scripts call by themselves."""
+        modules = dict(self._module.named_modules())
+        parents = {path: path.rpartition(".")[0] for path in modules}
+        above, paths = set[str](), {parents[path] for path in self._blocks}
+        while paths := paths - above - {""}:
+            above |= paths
+            paths = {parents[path] for path in paths}
+        return [modules[path] for path in sorted(above) if not isinstance(modules[path], (nn.ModuleList, nn.ModuleDict))]
+
+    def _show_after(self, module: nn.Module) -> None:
+        """Let a loss compute with whole parameters after a forward of ``module`` by itself, with gradients; local."""
+
+        def alone() -> bool:
+            return not (self._root.open or self._backward.begun)
+
+        def before() -> None:
+            if alone():
+                self._parts.hide()
+
+        def after(output: Any) -> None:
+            if alone() and torch.is_grad_enabled() and output is not RAISED:
+                self._parts.show()
+
+        self.parts.setdefault(id(self._root.module), []).append(ForwardHooks(module, before, after))
 
     def end_forward(self) -> None:
         """Drop the complete tensors, and show those of divided parameters to a loss that may follow; local."""
@@ -208,7 +237,7 @@ class OutsideReads:
         """Return whether the reader of a parameter will compute with it: in a forward, in the loss after it, or in backward."""
         if self._forward.stack or (self._backward.begun and in_backward()):
             return True
-        return not self._backward.begun and self._backward.awaited and torch.is_grad_enabled()
+        return not self._backward.begun and (self._backward.awaited or self._parts.shown) and torch.is_grad_enabled()
 
     def _shown(self, reader: WholeReader, name: str, param: nn.Parameter) -> torch.Tensor:
         """Return the tensor-parallel shard ``param``, or the complete tensor if code outside of its module computes with it (then

@@ -177,6 +177,15 @@ class PartsInLoss:
         for inner in self._owners:
             require_own_parts(inner)
 
+    def __bool__(self) -> bool:
+        """Return whether the model has divided parameters."""
+        return bool(self._params)
+
+    @property
+    def shown(self) -> bool:
+        """Return whether a loss may compute with whole parameters now."""
+        return bool(self._handles)
+
     def show(self) -> None:
         """Let a loss compute with whole parameters from now on; local. Parameters that are sharded now do not change."""
         self._set(DividedParameter)
