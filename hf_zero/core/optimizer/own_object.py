@@ -19,6 +19,7 @@ from hf_zero.core.optimizer.clones import clone, options_of
 from hf_zero.core.optimizer.master_parts import MasterParts
 from hf_zero.core.schedule.gathered_parameters import checksum
 from hf_zero.core.units.registration import network_of_loose, noted_loose
+from hf_zero.core.units.sharded_parameter import OWNER
 from hf_zero.core.units.unit import Unit, find_unit, is_sharded, trained_of
 from hf_zero.core.units.values import publish
 from hf_zero.errors import StateError
@@ -184,15 +185,15 @@ class OwnObject:
         """Return the text of an error if ``state`` has entries of the model's parameters, in whose place the groups hold flat parts of
         masters; "" if not. Local: a pipeline has each parameter on some ranks only.
         """
-        for key in self._inner.state:
-            owner = find_unit(key) if isinstance(key, torch.Tensor) else None
-            if owner is not None:
-                return (
-                    f"optimizer.state was used with {owner[0].layout.slots[owner[1]].name}, but the engine keeps the states of flat parts "
-                    "of its parameters there, so this entry has no effect. Use hf_zero.utils.safe_get_full_optimizer_state and "
-                    "safe_set_full_optimizer_state, the tensors in optimizer.param_groups, or optimizer.state.clear() to begin anew"
-                )
-        return ""
+        owners = [owner for key in self._inner.state if (owner := getattr(key, OWNER, None)) is not None]  # runs in each step
+        if not owners:
+            return ""
+        unit, index = owners[0]
+        return (
+            f"optimizer.state was used with {unit.layout.slots[index].name}, but the engine keeps the states of flat parts of its parameters "
+            "there, so this entry has no effect. Use hf_zero.utils.safe_get_full_optimizer_state and safe_set_full_optimizer_state, the "
+            "tensors in optimizer.param_groups, or optimizer.state.clear() to begin anew"
+        )
 
     def _for_scripts(self, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
         weak = ref(self)

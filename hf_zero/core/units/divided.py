@@ -188,8 +188,10 @@ class PartsInLoss:
 
     def show(self) -> None:
         """Let a loss compute with whole parameters from now on; local. Parameters that are sharded now do not change."""
+        if not self._params:
+            return
         self._set(DividedParameter)
-        if self._params and not self._handles:
+        if not self._handles:
             _inside[0] = 0
             self._handles = [
                 register_module_forward_pre_hook(self._entered),
@@ -198,13 +200,15 @@ class PartsInLoss:
 
     def rest(self) -> None:
         """Let graphs of parts raise in backward from now on; local."""
-        self._forget()
-        self._set(IdlePart)
+        if self._params:
+            self._forget()
+            self._set(IdlePart)
 
     def hide(self) -> None:
         """Undo ``show`` and ``rest``, because a forward or backward begins; local."""
-        self._forget()
-        self._set(nn.Parameter)
+        if self._params:
+            self._forget()
+            self._set(nn.Parameter)
 
     def _set(self, kind: type[nn.Parameter]) -> None:
         for param in self._params:
