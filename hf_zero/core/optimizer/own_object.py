@@ -190,9 +190,9 @@ class OwnObject:
             return ""
         unit, index = owners[0]
         return (
-            f"optimizer.state was used with {unit.layout.slots[index].name}, but the engine keeps the states of flat parts of its parameters "
-            "there, so this entry has no effect. Use hf_zero.utils.safe_get_full_optimizer_state and safe_set_full_optimizer_state, the "
-            "tensors in optimizer.param_groups, or optimizer.state.clear() to begin anew"
+            f"optimizer.state was used with {unit.layout.slots[index].name}, but the engine keeps the states of flat parts of its "
+            "parameters there, so this entry has no effect. Use hf_zero.utils.safe_get_full_optimizer_state and "
+            "safe_set_full_optimizer_state, the tensors in optimizer.param_groups, or optimizer.state.clear() to begin anew"
         )
 
     def _for_scripts(self, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
