@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_zero.core.schedule.torch_internals import give_number
-from hf_zero.core.units.divided import mark_join
+from hf_zero.core.units.divided import mark_join, mark_partial
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.marks import TpShard, Wholes, mark_tp_shard, mark_whole_reader, tp_shard_of
 from hf_zero.core.units.registration import unregister
@@ -20,7 +20,7 @@ from hf_zero.system.trees import argument_names, convert_arguments, convert_insi
 from hf_zero.tensor_parallel import functions
 from hf_zero.tensor_parallel.functions import ModelGroup, Part
 from hf_zero.tensor_parallel.logits import VocabularyLogits
-from hf_zero.tensor_parallel.plan import GATHERED, SCATTERED, VOCABULARY, Boundary, SplitParameter, TpPlan, starred
+from hf_zero.tensor_parallel.plan import COLUMN, GATHERED, INNER, ROW, SCATTERED, VOCABULARY, Boundary, SplitParameter, TpPlan, starred
 from hf_zero.tensor_parallel.same_data import own_random
 from hf_zero.tensor_parallel.solve import COPY, GATHER, GATHER_BOTH, LOGITS, NORM, REDUCE, REDUCE_BOTH, SLICE
 from hf_zero.tensor_parallel.tracked_ints import set_attribute
@@ -197,7 +197,7 @@ def apply_plan(model: nn.Module, plan: TpPlan, group: ModelGroup) -> nn.Module:
             set_attribute(modules[path], name, value)
     _set_features(plan, modules, group.rank)
     _sum_gradients(plan, params, group)
-    _join_for_losses(plan, params, group)
+    _join_for_losses(plan, params, modules, group)
     divided = {id(params[name]): entry for name, entry in plan.parameters.items()}
     for path in dict.fromkeys((*plan.borders, *plan.rows, *plan.random)):
         boundary = BoundaryCollectives(modules[path], path, plan, group)
@@ -264,10 +264,16 @@ def _set_features(plan: TpPlan, modules: dict[str, nn.Module], rank: int) -> Non
             module.padding_idx = padding if 0 <= padding < width else None  # type: ignore[assignment]
 
 
-def _join_for_losses(plan: TpPlan, params: dict[str, nn.Parameter], group: ModelGroup) -> None:
-    """Let a loss read the whole of each divided parameter, and count the gradient of a copy once where gradients are summed."""
+def _join_for_losses(plan: TpPlan, params: dict[str, nn.Parameter], modules: dict[str, nn.Module], group: ModelGroup) -> None:
+    """Let a loss read the whole of each divided parameter, and count the gradient of a copy once where gradients are summed; mark modules
+    whose hooks see parts.
+    """
     for name, entry in plan.parameters.items():
         mark_join(params[name], partial(functions.gather, group=group, part=_part(entry), label=f"{name} for a loss"), name)
+    for path, row in plan.modules.items():
+        if row.split in (COLUMN, ROW, INNER):
+            side = "inputs" if row.split == ROW else "outputs"
+            mark_partial(modules[path], f"{path} is split over {plan.ranks} ranks, so hooks on it see this rank's part of its {side}")
     for name in plan.summed:
         mark_join(params[name], partial(functions.of_first, group=group), name)
 

@@ -211,6 +211,26 @@ def test_a_part_that_is_replaced_after_initialize_is_an_error() -> None:
             assert all("a new parameter" in error and "model.layers.0.mlp" in error for error in errors)
 
 
+def hooked() -> list[str]:
+    """Return the warnings of a forward with hooks on a split layer, on a whole one and on the embedding, whose output is whole."""
+    observe._warned.clear()
+    engine = parity.initialize(build(DENSE), with_split_layers(Run(1), 2))
+    layer = engine.module.model.layers[0]
+    for module in (layer.mlp.up_proj, layer.input_layernorm, engine.module.get_input_embeddings()):
+        module.register_forward_hook(lambda _module, _args, output: None)
+    lines: list[str] = []
+    with logged(lines):
+        for _ in range(2):
+            engine.backward(engine(**mixed(DENSE)(0, 0, 0)).loss)
+            engine.step()
+    return [line for line in lines if "see this rank's part" in line]
+
+
+def test_hooks_on_split_layers_are_warned_of() -> None:
+    first, second = ranks.run_ranks(hooked, 2)
+    assert len(first) == 1 and "layers.0.mlp.up_proj is split over 2 ranks" in first[0] and not second
+
+
 @contextmanager
 def logged(lines: list[str]) -> Iterator[None]:
     """Append the messages of the package's logger to ``lines``."""

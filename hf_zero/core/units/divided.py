@@ -16,7 +16,7 @@ computes with the part, and whose graphs raise an error in backward: a penalty f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -35,6 +35,7 @@ from hf_zero.observe import warn_once
 Join = Callable[[torch.Tensor], torch.Tensor]
 _joins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter -> its join, and its name in the model
 _places: WeakKeyDictionary[nn.Module, dict[str, ref[torch.Tensor]]] = WeakKeyDictionary()  # parts by name in the module that owns them
+_partial: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 _wholes: dict[int, tuple[int, torch.Tensor]] = {}  # by id of the part: its version, and the whole tensor
 _inside = [0]  # number of running forwards of modules that have divided parameters, outside of a forward of their model
 _WITHOUT_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
@@ -56,6 +57,11 @@ def mark_join(param: torch.Tensor, join: Join, name: str) -> None:
     the ranks that divide the parameter. The record is kept beside the parameter, because attributes of a parameter are pickled.
     """
     _joins[param] = join, name
+
+
+def mark_partial(module: nn.Module, text: str) -> None:
+    """Register ``text``, which says of which tensors hooks on ``module`` see this rank's part, for a warning."""
+    _partial[module] = text
 
 
 class DividedParameter(WaitingParameter):
@@ -142,6 +148,17 @@ def _rest(module: nn.Module, *_: Any) -> None:
             param.__class__ = IdlePart  # type: ignore[assignment]
 
 
+def _hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+
+
+def _is_foreign(hook: Any) -> bool:
+    """Return whether a script or library has registered ``hook``, and not this package or torch."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    return not str(getattr(hook, "__module__", "")).startswith(("hf_zero.", "torch."))
+
+
 def _has_rest(module: nn.Module) -> bool:
     return any(getattr(hook, "hook", hook) is _rest for hook in module._load_state_dict_pre_hooks.values())
 
@@ -169,13 +186,18 @@ class PartsInLoss:
                     inner.register_load_state_dict_pre_hook(_rest)
 
     def require_own(self) -> None:
-        """Raise if a script has replaced a divided parameter by a new one, whose part nobody knows; local.
+        """Raise if a script has replaced a divided parameter by a new one, whose part nobody knows; warn of hooks that see parts. Local.
 
         Raises:
             UnsupportedError: It has.
         """
         for inner in self._owners:
             require_own_parts(inner)
+            if inner in _partial and any(_is_foreign(hook) for hooks in _hooks_of(inner) for hook in hooks.values()):
+                warn_once(
+                    f"{_partial.pop(inner)}: values that a hook computes from all elements (a norm, a mean) are those of the part. To hook "
+                    'the whole layer, keep it whole: tensor_parallel.partition_config.layer_specs, "partition_type": "skip"'
+                )
 
     def __bool__(self) -> bool:
         """Return whether the model has divided parameters."""
