@@ -183,6 +183,9 @@ def outside_of_a_loss(name: str, run: Run) -> tuple[list[str], list[str]]:
         with pytest.raises(StateError) as caught:
             (0.1 * param.square().sum()).backward()
         errors.append(str(caught.value))
+        with pytest.raises(StateError) as caught:
+            (param - ema).norm().backward()  # from values that the script has kept
+        errors.append(str(caught.value))
     engine.destroy()
     return errors, [line for line in lines if "this rank's part" in line]
 
@@ -249,4 +252,5 @@ def test_a_penalty_from_outside_of_the_loss_is_an_error_on_all_ranks(stage: int)
         first, second = ranks.run_ranks(outside_of_a_loss, 2, name, run)
         for errors, _ in (first, second):
             assert "a loss contains norm() of model.layers." in errors[0] and "a loss contains square() of model.layers." in errors[1]
+            assert "a loss contains sub() of model.layers." in errors[2]
         assert len(first[1]) == 1 and first[1][0].startswith("norm() of model.layers.")

@@ -118,11 +118,19 @@ class IdlePart(WaitingParameter):
             _warn(func, args)
         refuses = computes and torch.is_grad_enabled()
         with _WITHOUT_FUNCTION():
-            # With another tensor as operand it is a layer's product, or a sum over elements that is right part by part.
-            if refuses and all(isinstance(leaf, IdlePart) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)):
+            if refuses and _has_only_parts((args, kwargs)):
                 called = f"{getattr(func, '__name__', func)}()"
                 args, kwargs = tree_map_only(IdlePart, lambda part: _Refused.apply(part, called), (args, kwargs))
             return func(*args, **kwargs)
+
+
+def _has_only_parts(given: Any) -> bool:
+    """Return whether all tensors in ``given`` are parts, or have the shape of one (values of it that a script has kept); otherwise it is a
+    layer's product of a weight and its input.
+    """
+    tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+    shapes = {part.shape for part in tensors if isinstance(part, IdlePart)}
+    return all(tensor.shape in shapes for tensor in tensors)
 
 
 def require_own_parts(module: nn.Module) -> None:
