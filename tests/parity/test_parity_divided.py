@@ -42,7 +42,7 @@ def by_name(model: Any) -> torch.Tensor:
     layer = model.model.layers[0]
     weight = layer.self_attn.o_proj.weight
     own = (weight @ weight.T - torch.eye(len(weight))).square().mean() + model.lm_head.weight.abs().max()
-    return 0.1 * (own + layer.self_attn.q_proj(torch.ones(1, 1, layer.self_attn.q_proj.in_features)).square().mean() * 0)
+    return 0.1 * (own + layer.mlp(torch.ones(1, 1, weight.shape[0])).square().mean())
 
 
 class FromStart:
