@@ -17,6 +17,7 @@ from hf_zero.core.schedule.read_gradients import ShownGradients
 from hf_zero.core.step.precision import LossScaler
 from hf_zero.core.step.trained_set import TrainedUnits
 from hf_zero.core.step.written import write_gradient, written_gradient
+from hf_zero.core.units.divided import part_of, whole_of
 from hf_zero.core.units.unit import Unit, find_unit
 from hf_zero.core.units.values import adopt_present_writes, all_gather_updated, publish
 from hf_zero.errors import StateError
@@ -77,7 +78,7 @@ def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     if owner is None:
         return None
     adopt_present_writes(owner[0])
-    return gather_param(*owner, master_of(owner[0]), "master")
+    return whole_of(param, gather_param(*owner, master_of(owner[0]), "master"))
 
 
 def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
@@ -88,7 +89,7 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     """
     unit, index = _must_find(param, "safe_set_full_fp32_param")
     adopt_present_writes(unit)
-    write_param(unit, index, master_of(unit), value)
+    write_param(unit, index, master_of(unit), part_of(param, value))
     _publish(unit)
 
 
@@ -112,14 +113,14 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     owner = _find(param)
     if owner is None:
         waiting = ((grad, scaler) for trained, scaler in _joining.items() if (grad := trained.gradient_of(param)) is not None)
-        return next((grad / scaler.scale for grad, scaler in waiting), None)
+        return next((whole_of(param, grad / scaler.scale) for grad, scaler in waiting), None)
     training = _training[owner[0]]
     training.shown.begin_read([param])
     grad = written_gradient(training.gradients, owner[1], training.shown, _everyone(training.gradients))
     grad = grad if grad is not None else _summed(training, *owner)
     if grad is None:
         return training.shown.reads.of_last_step(*owner)
-    return grad if training.scaler.scale == 1.0 else grad / training.scaler.scale
+    return whole_of(param, grad if training.scaler.scale == 1.0 else grad / training.scaler.scale)
 
 
 def _summed(training: Training, unit: Unit, index: int) -> torch.Tensor | None:
@@ -172,7 +173,7 @@ def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     unit, index = _must_find(param, "safe_set_full_grad")
     training = _training[unit]
     training.shown.begin_read([param])
-    write_gradient(training.gradients, index, value * training.scaler.scale)
+    write_gradient(training.gradients, index, part_of(param, value) * training.scaler.scale)
     training.shown.replace_written(param)
 
 

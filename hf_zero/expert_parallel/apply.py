@@ -23,7 +23,7 @@ from hf_zero.expert_parallel.dispatch import Shares
 from hf_zero.expert_parallel.exchange import SharedTokens, join_experts
 from hf_zero.expert_parallel.find import ExpertLayer, ListedExperts, StackedExperts, find_experts, shape_of_all
 from hf_zero.expert_parallel.held import held_layers, held_of, release_held
-from hf_zero.expert_parallel.listed import ListedLayer
+from hf_zero.expert_parallel.listed import ListedLayer, join_listed
 from hf_zero.observe import log_rank0
 from hf_zero.tensor_parallel.apply import plan_of
 from hf_zero.tensor_parallel.split import equal_weights
@@ -151,7 +151,8 @@ def _join_for_losses(layer: ExpertLayer, shares: Shares) -> None:
         part = tp_shard_of(param)
         if part is not None and part.expert and not part.elsewhere:
             path = f"{layer.path}.{name}"
-            join = partial(join_experts, part=part, collectives=shares.collectives, counts=counts, label=f"{path} for a loss")
+            joined = join_experts if isinstance(layer, StackedExperts) else join_listed
+            join = partial(joined, part=part, collectives=shares.collectives, counts=counts, label=f"whole {path}")
             mark_join(param, join, path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,10 +12,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from hf_zero.comm.collectives import Collectives
 from hf_zero.core.units.layout import Range
+from hf_zero.core.units.marks import TpShard
 from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.expert_parallel.dispatch import Shares, exchange_counts, send_to_experts, tokens_of_each
-from hf_zero.expert_parallel.exchange import beside_idle, tie
+from hf_zero.expert_parallel.exchange import beside_idle, join_experts, tie
 from hf_zero.system.planning import has_values
 
 
@@ -190,3 +193,24 @@ def _tied(output: Any, results: torch.Tensor) -> Any:
     if index is not None:
         leaves[index] = tie(leaves[index], results)
     return pytree.tree_unflatten(leaves, spec)
+
+
+def join_listed(values: torch.Tensor, part: TpShard, collectives: Collectives, counts: bool, label: str) -> torch.Tensor:
+    """Return a parameter of one expert, which one of the ranks holds, on all ranks; collective, see ``join_experts``.
+
+    A script that goes through the experts of its rank (the list of DeepSpeed's layer has only these) reads another expert on each rank. So
+    the ranks compare the names first: if they differ, each rank gets its own.
+
+    Raises:
+        StateError: On all ranks, if the names differ, and a rank does not hold the expert that it reads.
+    """
+    number = zlib.crc32(label.encode()) & 0xFFFFFF  # the vote has 24 bits
+    most, least, missing = collectives.largest_of([number, -number, int(not part.ranges)], "experts that are read")
+    if most == -least:
+        return join_experts(values, part, collectives, counts, label)
+    if missing:
+        raise StateError(
+            f"{label}: the ranks read parameters of different experts at the same time, and one rank does not hold the expert that it "
+            "reads. Read the same parameter on all ranks, or on each rank parameters of its own experts"
+        )
+    return values

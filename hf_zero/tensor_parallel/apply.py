@@ -269,7 +269,7 @@ def _join_for_losses(plan: TpPlan, params: dict[str, nn.Parameter], modules: dic
     whose hooks see parts.
     """
     for name, entry in plan.parameters.items():
-        mark_join(params[name], partial(functions.gather, group=group, part=_part(entry), label=f"{name} for a loss"), name)
+        mark_join(params[name], partial(functions.gather, group=group, part=_part(entry), label=f"whole {name}"), name)
     for path, row in plan.modules.items():
         if row.split in (COLUMN, ROW, INNER):
             side = "inputs" if row.split == ROW else "outputs"

@@ -22,7 +22,7 @@ from deepspeed.moe.utils import (
 from torch import nn
 
 import hf_zero
-from hf_zero.errors import ConfigError, UnsupportedError
+from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from tests.support import parity, ranks
 from tests.support.models import Batch
 from tests.support.parity import Run, check_bitwise, check_training
@@ -120,7 +120,19 @@ def check_own_experts() -> None:
     assert torch.equal(weight, 2 * state[f"moe_1.deepspeed_moe.experts.deepspeed_experts.{here}.0.weight"])
     batch = feed(0, 0, ranks.rank())
     engine.backward(engine(**batch))
-    assert deepspeed.utils.safe_get_full_grad(experts[1][0].weight).shape == (2 * WIDTH, WIDTH)
+    grads = deepspeed.utils.safe_get_full_grad(experts[1][0].weight)
+    assert grads.shape == (2 * WIDTH, WIDTH)
+    for name, param in two.named_parameters():
+        assert torch.equal(
+            deepspeed.utils.safe_get_full_fp32_param(param), state[name] * (2 if ".experts." in name and "moe_" in name else 1)
+        )
+        if name == f"moe_1.deepspeed_moe.experts.deepspeed_experts.{here + 1}.0.weight":
+            assert param is experts[1][0].weight
+        if "deepspeed_experts." in name:
+            assert deepspeed.utils.safe_get_full_grad(param).shape == state[name].shape
+    with pytest.raises(StateError, match="the ranks read parameters of different experts"):
+        names = [f"moe_1.deepspeed_moe.experts.deepspeed_experts.{number}.0.weight" for number in (0, 1)]
+        deepspeed.utils.safe_get_full_fp32_param(two.get_parameter(names[ranks.rank()]))
     engine.destroy()
 
 

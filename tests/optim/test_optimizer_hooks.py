@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import ranks
+from tests.support import parity, ranks
+from tests.support.logged import messages_of_log
 from tests.support.models import CASES, class_loss
 from tests.support.parity import Run, initialize
 
@@ -246,3 +247,54 @@ def _masks() -> None:
 
 def test_a_hook_on_the_scripts_optimizer_sees_and_changes_the_new_weights() -> None:
     ranks.run_ranks(_masks, 2)
+
+
+def _gradients_in_hooks(stage: int, offload: bool) -> list[str]:
+    """Change gradients by value in pre-step hooks on the engine's optimizer and on torch's, which both see them; norms get a warning."""
+    from hf_zero import observe
+
+    zero = {"offload_optimizer": {"device": "cpu"}} if offload else {}
+    engine = initialize(MLP.build(), Run(stage, extra={"zero_optimization": zero}))
+    plain = MLP.build()
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, betas=(0.9, 0.99), eps=1e-3, weight_decay=0.05)
+
+    def bound(found: Any, _args: Any, _kwargs: Any) -> None:
+        grads = [param.grad for group in found.param_groups for param in group["params"]]
+        assert grads and all(grad is not None for grad in grads)
+        for grad in grads:
+            grad.clamp_(-0.02, 0.02)
+
+    def doubled(found: Any, _args: Any, _kwargs: Any) -> None:
+        for group in found.param_groups:
+            for param in group["params"]:
+                param.grad = param.grad * 2
+
+    def measured(found: Any, _args: Any, _kwargs: Any) -> None:
+        assert found.param_groups[0]["params"][0].grad.norm() >= 0
+
+    engine.optimizer.register_step_pre_hook(bound)
+    engine.optimizer.inner.register_step_pre_hook(doubled)
+    reference.register_step_pre_hook(bound)
+    reference.register_step_pre_hook(doubled)
+    for step in range(2):
+        for rank in range(ranks.world()):
+            (class_loss(plain, MLP.rows(step, 0, rank)) / ranks.world()).backward()
+        reference.step()
+        reference.zero_grad()
+        engine.backward(class_loss(engine, MLP.rows(step, 0, ranks.rank())))
+        engine.step()
+    found = parity.collect(engine, parity.Trace()).weights
+    for name, wanted in plain.named_parameters():
+        torch.testing.assert_close(found[name], wanted.detach(), atol=2e-5, rtol=2e-5)
+    observe._warned.clear()
+    with messages_of_log() as lines:
+        engine.optimizer.register_step_pre_hook(measured)
+        engine.backward(class_loss(engine, MLP.rows(0, 0, ranks.rank())))
+        engine.step()
+    engine.destroy()
+    return [line for line in lines if "norm() of a gradient in a step pre-hook is that of a piece" in line]
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(0, False), (1, False), (2, True), (3, False)])
+def test_step_hooks_see_and_change_gradients(stage: int, offload: bool) -> None:
+    assert len(ranks.run_ranks(_gradients_in_hooks, 2, stage, offload)[0]) == 1

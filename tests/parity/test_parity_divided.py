@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,9 +11,9 @@ from torch import nn
 
 from hf_zero import observe
 from hf_zero.errors import StateError, UnsupportedError
-from hf_zero.observe import logger
 from tests.support import parity, ranks, zoo
 from tests.support.experts import alike, build, mixed, with_experts, with_split_layers
+from tests.support.logged import messages_of_log
 from tests.support.models import Batch
 from tests.support.parity import Run, check_training
 
@@ -167,8 +165,8 @@ def outside_of_a_loss(name: str, run: Run) -> tuple[list[str], list[str]]:
     batch = mixed(name)(0, 0, 0 if "tensor_parallel" in run.extra else ranks.rank())
     param = next(param for key, param in engine.module.named_parameters() if key.endswith("mlp.up_proj.weight") or "experts" in key)
     ema = param.detach().clone()
-    errors, lines = [], []
-    with logged(lines):
+    errors: list[str] = []
+    with messages_of_log() as lines:
         if ranks.rank() == 0:
             param.norm().item()  # one rank alone may look
             with torch.no_grad():
@@ -221,8 +219,7 @@ def hooked() -> list[str]:
     layer = engine.module.model.layers[0]
     for module in (layer.mlp.up_proj, layer.input_layernorm, engine.module.get_input_embeddings()):
         module.register_forward_hook(lambda _module, _args, output: None)
-    lines: list[str] = []
-    with logged(lines):
+    with messages_of_log() as lines:
         for _ in range(2):
             engine.backward(engine(**mixed(DENSE)(0, 0, 0)).loss)
             engine.step()
@@ -232,18 +229,6 @@ def hooked() -> list[str]:
 def test_hooks_on_split_layers_are_warned_of() -> None:
     first, second = ranks.run_ranks(hooked, 2)
     assert len(first) == 1 and "layers.0.mlp.up_proj is split over 2 ranks" in first[0] and not second
-
-
-@contextmanager
-def logged(lines: list[str]) -> Iterator[None]:
-    """Append the messages of the package's logger to ``lines``."""
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
 
 
 @pytest.mark.parametrize("stage", [0, 2])

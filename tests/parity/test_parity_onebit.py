@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import replace
 from typing import Any
@@ -15,6 +14,7 @@ import hf_zero.deepspeed
 from hf_zero.errors import ConfigError, UnsupportedError
 from tests.parity import onebit_reference as reference
 from tests.support import ranks
+from tests.support.logged import messages_of_log
 from tests.support.models import CASES, Batch, TwoBlocks, cast_floats, class_loss
 from tests.support.parity import DTYPES, Run, full_masters, initialize, mean_over_ranks, train
 
@@ -220,16 +220,12 @@ def test_bytes_on_the_wire() -> None:
 
 def _auto() -> tuple[int | None, list[str]]:
     """Train with the same gradient in every step, so that the variance converges."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("hf_zero").addHandler(handler)
     engine = initialize(nn.Linear(24, 8), one_bit(1, freeze="auto", params={"betas": [0.9, 0.9]}))
     inputs = torch.randn(4, 24, generator=torch.Generator().manual_seed(ranks.rank()))
-    for _ in range(60):
-        engine.backward(engine(inputs).sum())
-        engine.step()
-    logging.getLogger("hf_zero").removeHandler(handler)
+    with messages_of_log() as messages:
+        for _ in range(60):
+            engine.backward(engine(inputs).sum())
+            engine.step()
     return engine.optimizer.one_bit.frozen_at, [message for message in messages if "variance is stable" in message]
 
 

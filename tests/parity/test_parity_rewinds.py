@@ -15,9 +15,10 @@ from hf_zero.core.step import spikes
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from tests.support import ranks
 from tests.support.checkpoints import differences, full_state
+from tests.support.logged import messages_of_log
 from tests.support.models import CASES, Batch, cast_floats, class_loss
 from tests.support.parity import Run, initialize
-from tests.support.spikes import few_values, messages_of_log
+from tests.support.spikes import few_values
 
 MLP = CASES["mlp"]
 EVERY, SPIKE, STEPS = 3, 7, 11  # snapshots after steps 2 and 5 (from 0 on), so steps 6 and 7 are left out

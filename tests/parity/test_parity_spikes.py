@@ -14,9 +14,10 @@ from hf_zero.config.resolve import resolve
 from hf_zero.core.step.spikes import MOST_SKIPPED, Spikes
 from hf_zero.errors import ConfigError
 from tests.support import ranks
+from tests.support.logged import messages_of_log
 from tests.support.models import CASES, Batch, class_loss
 from tests.support.parity import Run, initialize
-from tests.support.spikes import few_values, messages_of_log
+from tests.support.spikes import few_values
 
 MLP = CASES["mlp"]
 SPIKE, STEPS, SAVED = 7, 10, 6

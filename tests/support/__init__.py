@@ -33,7 +33,8 @@ Comparison with plain PyTorch
     matrix: Blocks of the parity matrix, one job for each model and precision.
     whole_tensors, zeropp_reference: References of optimizers that need whole tensors, and of ZeRO++.
     offload_runs, host_activations, recomputation, sequences, tp_training, experts: Runs with one feature beside runs without it.
-    spikes: Few earlier norms and losses to compare with; the lines of the log.
+    spikes: Few earlier norms and losses to compare with.
+    logged: The messages that hf_zero logs.
     planned: A plan beside what a job of ranks holds and sends.
 Models and data
     models: Tiny models of the matrix, with batches.

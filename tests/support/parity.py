@@ -301,8 +301,7 @@ def full_masters(engine: Any) -> dict[str, Tensor]:
     from hf_zero.utils import safe_get_full_fp32_param
 
     trainable = [(name, parameter) for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
-    values = {name: (parameter, safe_get_full_fp32_param(parameter).detach().clone().cpu()) for name, parameter in trainable}
-    return {name: whole_value(*found) for name, found in values.items()}
+    return {name: safe_get_full_fp32_param(parameter).detach().clone().cpu() for name, parameter in trainable}
 
 
 def whole_value(parameter: nn.Parameter, value: Tensor) -> Tensor:

@@ -129,9 +129,9 @@ class OwnSettings(Section):
     )
     show_gradients: Bool = used(
         False,
-        "Stages 1 to 3: param.grad between the backward that completes an optimizer step and the step is the whole reduced gradient, "
-        "gathered when a script reads it, and changes in place count. Every rank must read the same parameters. If false it is None, as "
-        "with DeepSpeed, and a read warns",
+        "Stages 1 to 3, and every stage with tensor parallelism or experts: param.grad between the backward that completes an optimizer "
+        "step and the step is the whole reduced gradient, gathered when a script reads it, and changes in place count. Every rank must "
+        "read the same parameters. If false it is None, as with DeepSpeed, and a read warns; at stage 0 it is this rank's part",
     )
     peak_tflops: Positive | None = used(
         None,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial, wraps
+from contextlib import contextmanager, nullcontext
+from functools import wraps
 from types import MethodType
 from typing import Any, Protocol, TypeVar
 from weakref import WeakSet, ref
@@ -18,6 +18,7 @@ from hf_zero.core.optimizer import step_hooks
 from hf_zero.core.optimizer.clones import clone, options_of
 from hf_zero.core.optimizer.master_parts import MasterParts
 from hf_zero.core.schedule.gathered_parameters import checksum
+from hf_zero.core.units.divided import PartOfGradient, warns_of_norms
 from hf_zero.core.units.registration import network_of_loose, noted_loose
 from hf_zero.core.units.sharded_parameter import OWNER
 from hf_zero.core.units.unit import Unit, find_unit, is_sharded, trained_of
@@ -115,12 +116,26 @@ class OwnObject:
             if held is not None:
                 vars(self._inner)["step"] = held
 
-    def before_step(self) -> Callable[[], None] | None:
-        """Return a function that calls the script's pre-step hooks on this and on all optimizers, while the tensors in the groups have
-        their gradients; None if there are none.
+    def before_step(self, whole: bool) -> Callable[[], None] | None:
+        """Return a function that calls the script's pre-step hooks on the engine's, this and all optimizers, while the tensors in the
+        groups have their gradients; None if there are none.
+
+        Args:
+            whole: Whether the tensors are whole parameters, and not pieces of flat shards, of which a norm gets a warning.
         """
-        hooks = step_hooks.hooks_before(self._inner)
-        return partial(step_hooks.call_before, self._inner, hooks) if hooks else None
+        outer: Any = self._outer() if self._outer is not None else None
+        outers = (*outer._optimizer_step_pre_hooks.values(),) if outer is not None else ()
+        own = step_hooks.hooks_before(self._inner)
+        if not (outers or own):
+            return None
+
+        def call() -> None:
+            with nullcontext() if whole else _shown_pieces(self._inner):
+                if outer is not None:
+                    step_hooks.call_before(outer, outers)
+                step_hooks.call_before(self._inner, own)
+
+        return call
 
     def around(self, take: Callable[[], T], refuse: Callable[[str], object]) -> T:
         """Return ``take()``, which takes the engine's step, through the function by which a script has replaced ``step``, if it has.
@@ -296,6 +311,26 @@ def _beneath(step: Any) -> Any:
     while getattr(function, "__globals__", None) is vars(lr_scheduler) and hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return function
+
+
+@contextmanager
+def _shown_pieces(inner: torch.optim.Optimizer) -> Iterator[None]:
+    """Let the gradients of pieces of flat shards warn of norms inside the ``with``."""
+    params = [param for group in inner.param_groups for param in group["params"]]
+    for param in params:
+        if param.grad is not None:
+            param.grad = warns_of_norms(
+                param.grad,
+                "a gradient in a step pre-hook is that of a piece: the tensors in optimizer.param_groups are pieces of this rank's flat "
+                "masters, not parameters. Use engine.get_global_grad_norm(), or param.grad of the model's parameters between backward and "
+                'step() ("hf_zero": {"show_gradients": true})',
+            )
+    try:
+        yield
+    finally:
+        for param in params:
+            if isinstance(param.grad, PartOfGradient):
+                param.grad = param.grad.as_subclass(torch.Tensor)
 
 
 class _Scalers:

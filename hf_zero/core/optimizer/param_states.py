@@ -12,6 +12,7 @@ from torch import nn
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.optimizer.segments import OwnedSegment, Segments, master_of
 from hf_zero.core.units.alone import whole_from_owners
+from hf_zero.core.units.divided import part_of, whole_of
 from hf_zero.core.units.layout import ParamSlot
 from hf_zero.core.units.marks import is_wrapped
 from hf_zero.core.units.unit import Unit
@@ -60,15 +61,19 @@ class SegmentStates:
     def read(self, unit: Unit, index: int, key: str) -> torch.Tensor | None:
         """Return the complete state in the parameter's shape; see ``ParamStates.read``."""
         parts = self._parts(unit, index, key)
-        return gather_param(unit, index, _flat(unit, parts or []), key) if self._is_anywhere(unit, index, key, parts) else None
+        if not self._is_anywhere(unit, index, key, parts):
+            return None
+        own = gather_param(unit, index, _flat(unit, parts or []), key)
+        param = unit.params[index]
+        return whole_of(param, own) if param is not None else own
 
     def write(self, unit: Unit, index: int, key: str, value: torch.Tensor) -> None:
         """Set the complete state; see ``ParamStates.write``."""
         parts = self._parts(unit, index, key)
         if not self._is_anywhere(unit, index, key, parts):
             raise no_state(key)
-        flat = _flat(unit, parts or [])
-        write_param(unit, index, flat, value)
+        flat, param = _flat(unit, parts or []), unit.params[index]
+        write_param(unit, index, flat, part_of(param, value) if param is not None else value)
         for segment, state in parts or []:
             state.copy_(segment.within(flat))
 

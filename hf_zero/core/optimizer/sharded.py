@@ -163,21 +163,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         ``updated`` is called with each unit, in order, when its shard has its new value, and may be collective; everything else is local.
         """
-        self.state_store.before_step = self.own.before_step()
+        self.state_store.before_step = self.own.before_step(whole=False)
         with self.own.updating():
             self.state_store.update(shards, factor, updated)
         # torch's schedulers read this attribute before they warn that they were stepped before the optimizer. A script's scheduler has the
         # inner optimizer, whose own `step` is not always the method that updates.
         inner: Any = self.inner
         self._opt_called = inner._opt_called = True
-
-    def begin_step(self) -> None:
-        """Call the script's pre-step hooks, once the update is certain: all gradients are there and finite.
-
-        Raises:
-            RuntimeError: A hook returns other arguments for ``step``, which takes none here.
-        """
-        step_hooks.call_before(self, (*self._optimizer_step_pre_hooks.values(),))
 
     def end_step(self) -> None:
         """Call the script's post-step hooks, when all parameters have their new values: the inner optimizer's, this one's, then those on

@@ -129,7 +129,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
         with torch.no_grad():
             scale_(shards, factor)
             self._collect(shards)
-        before_step = self.own.before_step()
+        before_step = self.own.before_step(whole=True)
         with span("whole tensors"), self.own.updating():
             if before_step is not None:
                 before_step()

@@ -12,6 +12,8 @@ from torch import nn
 
 from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.units.alone import whole_from_owners
+from hf_zero.core.units.divided import is_divided, part_of, shown_part, whole_of
+from hf_zero.core.units.marks import whole_shape
 from hf_zero.core.units.sharded_parameter import gradients_of, mark_waiting, set_gradient, unmark_waiting
 from hf_zero.core.units.unit import Unit, find_unit
 from hf_zero.core.units.whole_buffer import other_uses
@@ -35,9 +37,10 @@ class ReadGradients:
 
     [Note: read gradients] While gradients wait, each trained parameter has a class whose ``grad`` is a property, so a usual step pays only
     for the change of classes. If the configuration says so, a read gathers the gradient from its owners, after a vote of all ranks, which
-    finds ranks that do not read. The script may change the tensor: each rank copies its own part back before the step, or any other reader,
-    looks. A whole gradient that the script does not hold any more is freed at the next read, so a loop over all parameters needs the
-    memory of one. Otherwise a read returns None, and a warning names the way that works.
+    finds ranks that do not read; then the gradients of divided parameters are joined at every stage (tensor parallelism, experts). The
+    script may change the tensor: each rank copies its own part back before the step, or any other reader, looks. A whole gradient that the
+    script does not hold any more is freed at the next read, so a loop over all parameters needs the memory of one. Otherwise a read returns
+    None, and a warning names the way that works.
 
     [Note: gradients after a step] In plain PyTorch gradients stay until ``zero_grad``, and scripts read them after the step (AdaLoRA does).
     Where a loop is known to call ``zero_grad`` soon, the reduced gradients of the step stay until then, or until the next forward that may
@@ -68,7 +71,7 @@ class ReadGradients:
         if not self._open:
             self._open = True
             for entry in self._gradients:
-                if entry.exchange.policy.sharded or not complete:
+                if entry.exchange.policy.sharded or not complete or self.meet is not None:
                     mark_waiting(entry.unit.params)
 
     def mark(self, unit: Unit) -> None:
@@ -142,7 +145,7 @@ class ReadGradients:
         kept = self._kept.get(id(unit))
         if kept is None:
             return None
-        return whole_from_owners(unit, index, kept[0], f"{unit.name}: gradient").view(unit.layout.slots[index].shape)
+        return _whole(unit, index, kept[0])
 
     # -- what a script does ----------------------------------------------------------------------------------------------
 
@@ -162,7 +165,7 @@ class ReadGradients:
         entry = self._entry(unit)
         if entry is None:
             return found
-        if found is not None or (self._complete and not entry.exchange.policy.sharded):
+        if found is not None or (self._complete and not self._gathers(entry, index)):
             self.begin()
             return found
         name, meet = unit.layout.slots[index].name, self.meet() if self.meet is not None else None
@@ -180,7 +183,7 @@ class ReadGradients:
         # Gathered at every read: whether a rank still has the last result is its own affair, and no reason to communicate or not.
         served = self._served.pop((id(unit), index), None)
         self._free_unheld()
-        whole = whole_from_owners(unit, index, held, f"{unit.name}: gradient").view(unit.layout.slots[index].shape)
+        whole = _whole(unit, index, held)
         if served is None:
             served = _Served(entry, index, whole)
         else:  # the script may hold it
@@ -205,19 +208,27 @@ class ReadGradients:
             return False
         self.begin()
         slot = unit.layout.slots[index]
-        if not entry.exchange.policy.sharded:
+        if not self._gathers(entry, index):
             return False
         if value is None:
             self.forget(unit, index)
             unit.shard_part(index, entry.writable(index)).zero_()
             return False  # a gradient that the script has assigned before goes too
-        if self.meet is None or not unit.reshards:  # whole parameters: torch has it, and the step averages it over ranks
-            self.forget(unit, index)
+        if self.meet is None or not (unit.reshards or self.joins(unit.params[index])):
+            self.forget(unit, index)  # whole parameters: torch has it, and the step averages it over ranks
             return False
-        if value.shape != slot.shape:
-            raise StateError(f"{slot.name}.grad was given a gradient of shape {tuple(value.shape)}, not {tuple(slot.shape)}")
+        shape = _shape(unit, index)
+        if value.shape != shape:
+            raise StateError(f"{slot.name}.grad was given a gradient of shape {tuple(value.shape)}, not {tuple(shape)}")
         self._served[id(unit), index] = _Served(entry, index, value)
         return True
+
+    def joins(self, param: torch.Tensor | None) -> bool:
+        """Return whether reads are served, and ``param`` is divided: ``grad`` is that of the whole parameter at every stage. Local."""
+        return self.meet is not None and param is not None and is_divided(param)
+
+    def _gathers(self, entry: UnitGradients, index: int) -> bool:
+        return entry.exchange.policy.sharded or self.joins(entry.unit.params[index])
 
     # -- what has become of it -------------------------------------------------------------------------------------------
 
@@ -232,7 +243,9 @@ class ReadGradients:
         slot = unit.layout.slots[served.index]
         own = slot.range.intersect(unit.owned).shift(-slot.offset)
         if own.numel and entry.shard is not None:
-            new, present = served.tensor.reshape(-1)[own.start : own.stop], unit.shard_part(served.index, entry.reduced())
+            param = unit.params[served.index]
+            values = part_of(param, served.tensor) if param is not None else served.tensor
+            new, present = values.reshape(-1)[own.start : own.stop], unit.shard_part(served.index, entry.reduced())
             if not torch.equal(new.to(present), present):
                 unit.shard_part(served.index, entry.writable(served.index)).copy_(new)
 
@@ -252,6 +265,18 @@ class ReadGradients:
 
     def _entry(self, unit: Unit) -> UnitGradients | None:
         return next((entry for entry in self._gradients if entry.unit is unit), None) if self._open else None
+
+
+def _whole(unit: Unit, index: int, flat: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of the whole parameter ``index``, a new tensor; ``flat``, (shard_numel,), has this rank's part. Collective."""
+    own, param = whole_from_owners(unit, index, flat, f"{unit.name}: gradient").view(unit.layout.slots[index].shape), unit.params[index]
+    return own if param is None else whole_of(param, own)
+
+
+def _shape(unit: Unit, index: int) -> torch.Size:
+    """Return the shape of the gradient of the whole parameter ``index``; local."""
+    param = unit.params[index]
+    return (whole_shape(param) if param is not None else None) or unit.layout.slots[index].shape
 
 
 def _unserved(name: str, complete: bool) -> str:
@@ -306,13 +331,13 @@ class ShownGradients:
 
     def _show(self, entry: UnitGradients, total: torch.Tensor) -> None:
         for index, param in enumerate(entry.unit.params):
-            if param is None or _of(param) is not None or param.device != total.device:  # a gradient that a script has assigned stays
-                continue
+            if param is None or _of(param) is not None or param.device != total.device or self.reads.joins(param):
+                continue  # a gradient that a script has assigned stays
             if param.dtype != total.dtype:
                 if not _HAS_GRAD_DTYPE:
                     continue
                 param.grad_dtype = None
-            view = entry.collected.place(total, index)
+            view = shown_part(param, entry.collected.place(total, index))
             set_gradient(param, view)
             self._views[id(param)] = param, view
 

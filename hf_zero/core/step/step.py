@@ -326,7 +326,7 @@ class Stepper:
         if self.trained.follow(agreed.waits):
             self._look_at_units()
         if agreed.written:
-            take_written(self.reducer, self.collectives.data, self.settings.stage.parameters_sharded)
+            take_written(self.reducer, self.collectives.data, self.everyone)
         return agreed
 
     def reduced(self) -> list[torch.Tensor]:
@@ -375,7 +375,6 @@ class Stepper:
         if watch is not None and not overflow and watch.skips(norm, loss, self.everyone.world):
             skipped = True
         elif not overflow:
-            self.optimizer.begin_step()
             factor, taken = self._update(shards, norm, 0.0 if clipped is not None else self.settings.max_norm, flag)
             overflow = skipped = not taken
             norm = torch.full_like(norm, math.inf) if overflow else norm if clipped is None else clipped

@@ -27,7 +27,7 @@ def have_written(reducer: Reducer) -> bool:
     return next(_written(reducer), None) is not None
 
 
-def take_written(reducer: Reducer, collectives: Collectives, parameters_sharded: bool) -> None:
+def take_written(reducer: Reducer, collectives: Collectives, everyone: Collectives) -> None:
     """Move each written ``param.grad`` to the gradients of the coming step, where it replaces those of backward; collective.
 
     As with gradients of a backward, each rank has the gradients of its own samples, times the loss scale, and the step uses the mean over
@@ -36,16 +36,21 @@ def take_written(reducer: Reducer, collectives: Collectives, parameters_sharded:
     Args:
         reducer: Reducer of all trainable units.
         collectives: Network of all data-parallel ranks.
-        parameters_sharded: Whether a rank has only parts of parameters.
+        everyone: Network of all ranks of the engine.
 
     Raises:
-        StateError: On every rank, if parameters are sharded, or ranks have written gradients of different parameters.
+        StateError: On every rank, if a parameter is sharded, or some ranks that hold a parameter have not written its gradient.
     """
     written = list(_written(reducer))
-    names = [entry.unit.layout.slots[index].name for entry, index in written]
-    by_rank: list[list[str]] = collectives.gather_objects(names, "written gradients")
-    _require_whole(by_rank, parameters_sharded)
-    _require_same(by_rank)
+    names = [(entry.unit.layout.slots[index].name, entry.unit.reshards) for entry, index in written]
+    by_rank: list[list[tuple[str, bool]]] = everyone.gather_objects(names, "written gradients")
+    _require_whole([[name for name, sharded in line if sharded] for line in by_rank])
+    held = None
+    if parts_differ(collectives, everyone):
+        somewhere = {name for line in by_rank for name, _ in line}
+        own = [slot.name for entry in reducer.gradients for slot in entry.unit.layout.slots if slot.name in somewhere]
+        held = everyone.gather_objects(own, "written gradients")
+    _require_same([[name for name, _ in line] for line in by_rank], held)
     for entry, index in written:
         param = entry.unit.params[index]
         (grad,) = gradients_of([param])
@@ -87,7 +92,8 @@ def written_gradient(entry: UnitGradients, index: int, shown: ShownGradients, co
     if not collectives.any_rank(written, "written gradients"):
         return None
     by_rank: list[list[str]] = collectives.gather_objects([entry.unit.layout.slots[index].name] * written, "written gradients")
-    _require_whole(by_rank, entry.unit.reshards)
+    if entry.unit.reshards:
+        _require_whole(by_rank)
     _require_same(by_rank)
     (grad,) = gradients_of([param])
     return None if grad is None else _mean(entry, grad, collectives)
@@ -156,25 +162,32 @@ def _written(reducer: Reducer) -> Iterator[tuple[UnitGradients, int]]:
             yield entry, index
 
 
-def _require_whole(by_rank: Sequence[Sequence[str]], parameters_sharded: bool) -> None:
-    if parameters_sharded:
-        first = next((line[0] for line in by_rank if line), "a parameter that ranks with other parts of the model hold")
+def _require_whole(by_rank: Sequence[Sequence[str]]) -> None:
+    """Raise the error of the first sharded parameter in ``by_rank``, the names of each rank, if there is one."""
+    first = next((line[0] for line in by_rank if line), None)
+    if first is not None:
         raise StateError(
             f"{first}.grad was written by hand, and at stage 3 a rank has only parts of parameters. Call "
             "hf_zero.utils.safe_set_full_grad(param, gradient) between backward and step(), or use stage 0, 1 or 2"
         )
 
 
-def _require_same(by_rank: Sequence[Sequence[str]]) -> None:
-    everywhere = set(by_rank[0]).intersection(*by_rank[1:])
-    somewhere = next((name for line in by_rank for name in line if name not in everywhere), None)
-    if somewhere is not None:
-        ranks = ", ".join(str(rank) for rank, line in enumerate(by_rank) if somewhere in line)
-        raise StateError(
-            f"{somewhere}.grad was written by hand on rank(s) {ranks} of {len(by_rank)} only, but the engine averages "
-            "gradients over all ranks: write the gradients of the same parameters on every rank, with zeros on ranks that "
-            "have nothing to add"
-        )
+def _require_same(by_rank: Sequence[Sequence[str]], held: Sequence[Container[str]] | None = None) -> None:
+    """Raise if a gradient was written on some of the ranks that hold its parameter only; local.
+
+    Args:
+        by_rank: Names of the written gradients of each rank.
+        held: Names of the parameters that each rank holds; None if all ranks hold the same.
+    """
+    for name in dict.fromkeys(name for line in by_rank for name in line):
+        holders = [rank for rank in range(len(by_rank)) if held is None or name in held[rank]]
+        writers = [rank for rank in holders if name in by_rank[rank]]
+        if writers != holders:
+            raise StateError(
+                f"{name}.grad was written by hand on rank(s) {', '.join(map(str, writers))} of {len(by_rank)} only, but the engine "
+                "averages gradients over all ranks: write the gradients of the same parameters on every rank, with zeros on ranks that "
+                "have nothing to add"
+            )
 
 
 def saved_empty(units: Sequence[Unit]) -> str:

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from hf_zero.core.units.marks import tp_shard_of, whole_shape
+from hf_zero.core.units.marks import cut, tp_shard_of, whole_shape
 from hf_zero.core.units.sharded_parameter import WaitingParameter, free_functions
 from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.observe import warn_once
@@ -44,7 +44,25 @@ _LOCAL = (
     "__le__", "__gt__", "__ge__", "item", "tolist", "numpy", "cpu", "backward", "__array__", "__bool__", "__float__", "__int__",
     "__index__", "__dlpack__", "dim", "ndimension", "__setitem__",
 )  # fmt: skip
-_REDUCTIONS = frozenset(("norm", "vector_norm", "matrix_norm", "sum", "mean", "max", "min", "amax", "amin", "std", "var", "prod", "median"))
+_REDUCTIONS = frozenset(
+    (
+        "norm",
+        "vector_norm",
+        "matrix_norm",
+        "sum",
+        "mean",
+        "max",
+        "min",
+        "amax",
+        "amin",
+        "std",
+        "var",
+        "prod",
+        "median",
+        "linalg_vector_norm",
+    )
+    + ("linalg_norm", "linalg_matrix_norm", "logsumexp", "dot", "vdot", "_foreach_norm", "cosine_similarity")
+)
 _SHAPES = frozenset(
     (torch.Tensor.shape.__get__, torch.Tensor.size, torch.Tensor.numel, torch.Tensor.nelement, torch.numel, torch.Tensor.__len__)  # type: ignore[attr-defined]
 )
@@ -57,6 +75,42 @@ def mark_join(param: torch.Tensor, join: Join, name: str) -> None:
     the ranks that divide the parameter. The record is kept beside the parameter, because attributes of a parameter are pickled.
     """
     _joins[param] = join, name
+
+
+def is_divided(param: torch.Tensor) -> bool:
+    """Return whether this rank's tensor is a part of a parameter, which ``whole_of`` can join; local."""
+    return tp_shard_of(param) is not None and param in _joins
+
+
+def whole_of(param: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """Return the whole of ``own``, this rank's part of a gradient, master or moment of ``param``, as a new tensor without a graph; ``own``
+    itself if ``param`` is not divided. Collective over the ranks that divide it.
+
+    Args:
+        param: The parameter; it may be sharded.
+        own: Of the shape of this rank's part.
+    """
+    if not is_divided(param):
+        return own
+    with torch.no_grad():
+        return _joins[param][0](own)
+
+
+def part_of(param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of ``whole``, a gradient, master or moment of ``param``; ``whole`` itself if ``param`` is not divided. Local.
+
+    Raises:
+        StateError: ``whole`` has another shape than the whole parameter.
+    """
+    part = tp_shard_of(param)
+    if part is None or not is_divided(param):
+        return whole
+    if whole.shape != part.full_shape:
+        raise StateError(
+            f"{_joins[param][1]} has shape {tuple(part.full_shape)}, of which this rank has a part; a tensor of shape "
+            f"{tuple(whole.shape)} was given. Give all of it, the same on all ranks"
+        )
+    return cut(whole.detach(), part)
 
 
 def mark_partial(module: nn.Module, text: str) -> None:
@@ -272,6 +326,45 @@ def _warn(func: Any, args: Any) -> None:
             "parallelism, experts). It is that of the whole parameter in a loss: between forward and backward, with gradients on, on all "
             "ranks"
         )
+
+
+class PartOfGradient(torch.Tensor):
+    """A gradient of this rank's part of a parameter; a reduction of it to a number gets a warning.
+
+    Attributes:
+        text: End of the warning, after the called function.
+    """
+
+    text: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _REDUCTIONS:
+            first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PartOfGradient))
+            warn_once(f"{func.__name__}() of {first.text}")
+        with _WITHOUT_FUNCTION():
+            return func(*args, **(kwargs or {}))
+
+
+def warns_of_norms(own: torch.Tensor, text: str) -> torch.Tensor:
+    """Return ``own`` as a tensor in the same memory that warns of reductions to a number; ``text`` says of which part they are. Local."""
+    shown = own.as_subclass(PartOfGradient)
+    shown.text = text
+    return shown
+
+
+def shown_part(param: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """Return ``own``, the gradient of this rank's part of ``param``, as a script may see it where it does not ask for whole ones; ``own``
+    itself if ``param`` is not divided. Local.
+    """
+    if not is_divided(param):
+        return own
+    return warns_of_norms(
+        own,
+        f"{_joins[param][1]}.grad is that of this rank's part {tuple(own.shape)} of {tuple(whole_shape(param) or own.shape)} (tensor "
+        'parallelism, experts). With "hf_zero": {"show_gradients": true} in the configuration param.grad is the whole gradient; read it on '
+        "all ranks",
+    )
 
 
 def of_whole_shape(func: Any, args: Any, kwargs: Any) -> Any:
