@@ -54,7 +54,7 @@ from hf_zero.offload.policy import Offloading
 from hf_zero.onebit.step import step_kind
 from hf_zero.pipeline.apply import pipelined
 from hf_zero.pipeline.generation import WholeGeneration
-from hf_zero.tensor_parallel.same_data import equal_random_state
+from hf_zero.tensor_parallel.same_data import SameDraws, equal_random_state
 
 Explain = Callable[[Any, BaseException, str], None]
 
@@ -289,6 +289,8 @@ def attach_hooks(module: nn.Module, runtime: Runtime, topology: Topology) -> Non
         generates.attach(module)
         runtime.keep(generates)
         runtime.keep(stages)
+    if topology.layers.model is not None:
+        runtime.draws = SameDraws(module, open_collectives(topology.layers.model))
     host_memory.keep_large_blocks(on_host=topology.device.type == "cpu")
 
 

@@ -1,13 +1,13 @@
-"""Check in the first training step that the ranks that hold one model have the same samples and random numbers.
+"""Check that the ranks that hold one model have the same samples, in the first training step, and the same random numbers, in each step.
 
 Also give such ranks random streams of their own where they compute different parts.
 """
 
 from __future__ import annotations
 
-import hashlib
+import zlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -47,7 +47,7 @@ class SameData:
             return
         self._handle.remove()
         mine = {name: checksum(tensor) for name, tensor in named_arguments(module, args, kwargs)}
-        gathered = self.collectives.gather_objects((mine, self._random_state()), "same data")
+        gathered = self.collectives.gather_objects((mine, random_state(self.collectives.topology.device)), "same data")
         everyone = [data for data, _ in gathered]
         if len({state for _, state in gathered}) > 1:
             equal_random_state(self.collectives)
@@ -75,20 +75,79 @@ class SameData:
         error.add_note(details)
         return error
 
-    def _random_state(self) -> str:
-        device = self.collectives.topology.device
-        states = [torch.get_rng_state()]
-        if device.type != "cpu":
-            states.append(getattr(torch, device.type).get_rng_state(device).cpu())
-        return hashlib.sha256(b"".join(bytes(state.numpy()) for state in states)).hexdigest()
+
+class SameDraws:
+    """Comparison of the random numbers that the ranks of a model axis draw in the forwards of a step.
+
+    A script may seed its ranks differently after the first step, or draw numbers on one rank only. Then each rank of a group would drop
+    other elements of the tensors that all of them hold, and train other copies of their weights, without a word. So each rank computes a
+    checksum of its random state before each forward that may train, and the ranks compare the checksums when they vote on a step.
+
+    Args:
+        module: The model.
+        collectives: The group.
+    """
+
+    def __init__(self, module: nn.Module, collectives: Collectives) -> None:
+        self._module, self._collectives = module, collectives
+        self._number, self._before, self._drawn = 0, -1, False
+
+    def look(self, begins: bool) -> None:
+        """Record the random state at the beginning or the end of a forward of the model; local."""
+        if self._collectives.pretended or not torch.is_grad_enabled():
+            return
+        if begins and any(True for _ in _waiting(self._module)):  # makes the states equal
+            self._before = -1
+            return
+        state = random_state(self._collectives.topology.device)
+        if begins:
+            self._number, self._before = zlib.crc32(state.to_bytes(4, "big"), self._number), state
+        else:
+            self._drawn |= self._before not in (-1, state)
+
+    def refusal(self) -> str:
+        """Return the text of an error if forwards since the last call have drawn different random numbers on the ranks of the group; ""
+        otherwise. Collective; makes different states equal.
+        """
+        if self._collectives.pretended:
+            return ""
+        number, drawn = self._number & 0xFFFFFF, int(self._drawn)  # a vote has 24 bits
+        self._number, self._drawn = 0, False
+        most, least, drawn_by_any = self._collectives.largest_of([number, -number, drawn], "random states")
+        if most == -least:
+            return ""
+        equal_random_state(self._collectives)
+        if not drawn_by_any:
+            return ""
+        ranks = ", ".join(map(str, self._collectives.topology.ranks))
+        return (
+            f"the ranks {ranks}, which hold layers together (tensor_parallel.autotp_size), had different random states in a forward of this "
+            "step, which drew random numbers (dropout), so they would train different models. Give the ranks of a group the same seed "
+            "(global rank // autotp_size may be a part of it, the global rank may not), and draw numbers on all of them alike. Their "
+            "states are equal again now"
+        )
+
+
+def random_state(device: torch.device) -> int:
+    """Return a checksum of the states of the random generators of the host and of ``device``, 32 bits."""
+    found = zlib.crc32(memoryview(torch.get_rng_state().numpy()))
+    if device.type != "cpu":
+        found = zlib.crc32(memoryview(getattr(torch, device.type).get_rng_state(device).cpu().numpy()), found)
+    return found
+
+
+def _waiting(module: nn.Module) -> Iterator[SameData]:
+    """Yield the checks of the next training forward of ``module``."""
+    for hook in list(module._forward_pre_hooks.values()):
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, SameData):
+            yield owner
 
 
 def look(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
     """Check the arguments of a call of ``module`` for a schedule that calls only its parts; collective the first time."""
-    for hook in list(module._forward_pre_hooks.values()):
-        owner = getattr(hook, "__self__", None)
-        if isinstance(owner, SameData):
-            owner.look(module, (), kwargs)
+    for check in _waiting(module):
+        check.look(module, (), kwargs)
 
 
 def equal_random_state(collectives: Collectives) -> None:

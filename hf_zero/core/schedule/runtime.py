@@ -120,6 +120,16 @@ class Handle(Protocol):
         """Remove it from the module."""
 
 
+class Draws(Protocol):
+    """Comparison of the random numbers that ranks which hold layers together draw in forwards."""
+
+    def look(self, begins: bool) -> None:
+        """Record the random state at the beginning or the end of a forward of the model; local."""
+
+    def refusal(self) -> str:
+        """Return the text of an error if the ranks have drawn different numbers since the last call; "" otherwise. Collective."""
+
+
 class Runtime:
     """Translator of forwards of modules and events of autograd into unshards, reshards and reductions.
 
@@ -136,6 +146,7 @@ class Runtime:
             before, or None if no gradients wait.
         updated: Returns the param groups, by id, of the tensors that the engine's optimizer holds in place of parameters.
         on_forward: Called when a forward of the module begins outside of a backward.
+        draws: Compares random numbers of ranks that hold layers together; None if there are no such ranks.
 
     Args:
         module: See the attribute.
@@ -166,6 +177,7 @@ class Runtime:
         self.on_clip: Callable[[Sequence[torch.Tensor], float, float], torch.Tensor | None] | None = None
         self.updated: WeakMethod[Callable[[], dict[int, int]]] | None = None
         self.on_forward: Callable[[], None] | None = None
+        self.draws: Draws | None = None
         self._outside_reads = OutsideReads(module, root, blocks, self.forward, self.backward, self._parts)
         self._hooks: list[ForwardHooks] = []
         self._handles: list[Handle] = []
@@ -281,6 +293,8 @@ class Runtime:
             self._parts.require_own()
             if self.on_forward is not None:
                 self.on_forward()
+            if self.draws is not None:
+                self.draws.look(begins=True)
         self.backward.outputs.follow()
         self.forward.enter(block)
 
@@ -292,6 +306,8 @@ class Runtime:
             if not (raised or self.backward.begun):
                 self.backward.watch(block, output)
             self.forward.leave(block, raised)
+            if self.draws is not None and block is self.root:
+                self.draws.look(begins=False)
         if not self.forward.stack:
             self._outside_reads.end_forward()
 

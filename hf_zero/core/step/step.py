@@ -229,7 +229,8 @@ class Stepper:
         """
         own, units = self.optimizer.own, self.runtime.units()
         own.parts.take(forward=False)
-        refused = refused or own.parts.refusal() or own.foreign_states() or saved_empty(units)
+        drawn = self.runtime.draws.refusal() if self.runtime.draws is not None else ""
+        refused = refused or own.parts.refusal() or own.foreign_states() or saved_empty(units) or drawn
         look = WrittenValues(units, self.collectives.data, self.everyone, self.runtime.idle, refused)
         alike = [_STEPS, same_pace(self.runtime.micro_steps), *look.alike(), self.trained.alike()]
         written = _WRITTEN if have_written(self.reducer) else _CHANGED if self._has_changed() else 0
