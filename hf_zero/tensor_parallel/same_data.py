@@ -121,8 +121,8 @@ class SameDraws:
             return ""
         ranks = ", ".join(map(str, self._collectives.topology.ranks))
         return (
-            f"the ranks {ranks}, which hold layers together (tensor_parallel.autotp_size), had different random states in a forward of this "
-            "step, which drew random numbers (dropout), so they would train different models. Give the ranks of a group the same seed "
+            f"the ranks {ranks}, which hold layers together (tensor_parallel.autotp_size), had different random states in a forward of "
+            "this step, which drew random numbers (dropout), so they would train different models. Give the ranks of a group the same seed "
             "(global rank // autotp_size may be a part of it, the global rank may not), and draw numbers on all of them alike. Their "
             "states are equal again now"
         )
@@ -130,9 +130,9 @@ class SameDraws:
 
 def random_state(device: torch.device) -> int:
     """Return a checksum of the states of the random generators of the host and of ``device``, 32 bits."""
-    found = zlib.crc32(memoryview(torch.get_rng_state().numpy()))
+    found = zlib.crc32(torch.get_rng_state().numpy().tobytes())
     if device.type != "cpu":
-        found = zlib.crc32(memoryview(getattr(torch, device.type).get_rng_state(device).cpu().numpy()), found)
+        found = zlib.crc32(getattr(torch, device.type).get_rng_state(device).cpu().numpy().tobytes(), found)
     return found
 
 
