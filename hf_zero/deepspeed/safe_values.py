@@ -17,7 +17,7 @@ from hf_zero.core.schedule.read_gradients import ShownGradients
 from hf_zero.core.step.precision import LossScaler
 from hf_zero.core.step.trained_set import TrainedUnits
 from hf_zero.core.step.written import write_gradient, written_gradient
-from hf_zero.core.units.divided import part_of, whole_of
+from hf_zero.core.units.parts import part_of, whole_of
 from hf_zero.core.units.unit import Unit, find_unit
 from hf_zero.core.units.values import adopt_present_writes, all_gather_updated, publish
 from hf_zero.errors import StateError

@@ -11,10 +11,10 @@ from torch import nn
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.topology import Topology
 from hf_zero.core.schedule.torch_internals import leave_out_of_graphs
-from hf_zero.core.units.divided import mark_join
 from hf_zero.core.units.guards import guard_state_dict
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.marks import TpShard, is_elsewhere, is_expert, is_part, tp_shard_of
+from hf_zero.core.units.parts import mark_join
 from hf_zero.core.units.unit import find_unit, full_shape
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from hf_zero.expert_parallel import stacked

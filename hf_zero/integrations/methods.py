@@ -286,6 +286,7 @@ LOG = Method(
     "hf_zero.step_metrics appears in the log and in monitors, but not in Trainer's logs",
     around="hf_zero.integrations.metrics:log",
 )
+OPERATIONS = Method("transformers.trainer", "Trainer.store_flos", _COUNTED, around="hf_zero.integrations.metrics:store_flos")
 EVALUATE = Method("transformers.trainer", "Trainer.evaluation_loop", _COUNTED, around="hf_zero.integrations.metrics:evaluation_loop")
 SAVE_MODEL = Method(
     "transformers.trainer",
@@ -331,7 +332,7 @@ CONVERSIONS = Method(
     since=(5,),
 )
 COUNTS = tuple(
-    Method(f"{module}.modeling_utils", name, f"{name} counts no sharded parameter at stage 3", "hf_zero.integrations.metrics:count_whole")
+    Method(f"{module}.modeling_utils", name, f"{name} counts no sharded or divided parameter", "hf_zero.integrations.metrics:count_whole")
     for module, name in (
         ("transformers", "ModuleUtilsMixin.num_parameters"),
         ("transformers", "PreTrainedModel.get_memory_footprint"),
@@ -380,7 +381,7 @@ METHODS = (
     LOG, EVALUATE, BUILD, BUILD_FOR_LOAD, MISSING_KEYS, TIE, SAVE_MODEL, LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES, TOKENS,
     STEP_END, SAVE_CHECKPOINT, JIT, LIGHTNING_SAVE, OLD_LIGHTNING_SAVE, *LIGHTNING_FITS, *LIGHTNING_SIGNALS, *LIGHTNING_CLIPPING, SAYS,
     BACKWARD, BACKWARD_OF_SEVERAL, PREPARE_ONE, STEP,
-    ZERO_GRAD, NORM, CLIP,
+    ZERO_GRAD, NORM, CLIP, OPERATIONS,
     FILL, PROCESS, OPTIMIZERS, FILL_SHARDED, CONFIGURATION, ARGUMENTS, AGENT, CONTEXT_SIZE, PREPARE_CP, CONTEXT, CONTEXT_INPUTS,
     PARALLELISM, RECURRENT, INPUTS, BEST, *HASHES, *COUNTS, *FILES,
 )  # fmt: skip

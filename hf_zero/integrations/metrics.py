@@ -20,6 +20,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from hf_zero.core.engine import Engine
+from hf_zero.core.units.parts import counting_divided
 from hf_zero.core.units.sharded_parameter import counting_whole
 from hf_zero.errors import UnsupportedError
 from hf_zero.integrations import callers, methods
@@ -107,6 +108,15 @@ def track_num_input_tokens(method: Callable[..., Any], trainer: Any, *args: Any,
         _gathers.reset(token)
 
 
+def store_flos(method: Callable[..., Any], trainer: Any) -> None:
+    """Replace ``Trainer.store_flos``, which sums the operations that ranks have counted for their samples: count each sample once."""
+    before = trainer.state.total_flos
+    method(trainer)
+    stages, sharers = _sharers_of(trainer.accelerator)
+    if stages * sharers > 1:
+        trainer.state.total_flos = before + (trainer.state.total_flos - before) / (stages * sharers)
+
+
 def _sharers_of(accelerator: Any) -> tuple[int, int]:
     """Return the number of pipeline stages, and the number of adjacent ranks that have computed the same samples."""
     if accelerator not in _sharers:
@@ -143,7 +153,9 @@ def log(function: Callable[..., Any], trainer: Any, logs: dict[str, float], *arg
     return function(trainer, logs, *args, **kwargs)
 
 
-def count_whole(original: Callable[..., int], *args: Any, **kwargs: Any) -> int:
-    """Replace a method that counts a model's parameters or their bytes: sharded ones, which are empty between their uses, count whole."""
-    with counting_whole():
-        return original(*args, **kwargs)
+def count_whole(original: Callable[..., int], model: torch.nn.Module, *args: Any, **kwargs: Any) -> int:
+    """Replace a method that counts a model's parameters or their bytes: sharded ones, which are empty between their uses, and parts that
+    tensor parallelism, experts or stages have left on this rank count whole.
+    """
+    with counting_whole(), counting_divided(model.parameters()):
+        return original(model, *args, **kwargs)

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from hf_zero.core.schedule.torch_internals import give_number
-from hf_zero.core.units.divided import mark_join, mark_partial
+from hf_zero.core.units.divided import mark_partial
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.marks import TpShard, Wholes, mark_tp_shard, mark_whole_reader, tp_shard_of
+from hf_zero.core.units.parts import mark_join
 from hf_zero.core.units.registration import unregister
 from hf_zero.core.units.unit import find_unit, full_shape
 from hf_zero.errors import ConfigError

@@ -61,8 +61,15 @@ def norms(trainer: Any) -> list[float]:
 EVALUATED = 9  # rows: no multiple of the rows that the ranks evaluate at once
 
 
-def train_and_save(stage: int, tp: int, folder: str) -> tuple[list[float], list[float], float, Any]:
-    """Return losses, norms, evaluation loss and predictions; save the model in ``folder``."""
+def counts_of(trainer: Any) -> tuple[float, ...]:
+    """Return operations, parameters and bytes that transformers counts."""
+    model = trainer.model
+    few = model.num_parameters(only_trainable=True, exclude_embeddings=True)
+    return trainer.state.total_flos, model.num_parameters(), few, model.get_memory_footprint()
+
+
+def train_and_save(stage: int, tp: int, folder: str) -> tuple[list[float], list[float], float, Any, tuple[float, ...]]:
+    """Return losses, norms, evaluation loss, predictions and counts; save the model in ``folder``."""
     from transformers import Trainer
 
     with tempfile.TemporaryDirectory() as own:
@@ -77,7 +84,8 @@ def train_and_save(stage: int, tp: int, folder: str) -> tuple[list[float], list[
             trainer.model.save_pretrained(folder)
         trainer.save_model(folder)
         dist.barrier()
-    return (*found, evaluated, predicted)
+        counts = counts_of(trainer)
+    return (*found, evaluated, predicted, counts)
 
 
 def built_sharded() -> Any:

@@ -10,10 +10,21 @@ import torch
 
 from tests.support import ranks
 from tests.support.models import CASES
-from tests.support.tp_trainer import EVALUATED, arguments, generated, losses, norms, resume, rows, train_and_save, zero_config
+from tests.support.tp_trainer import (
+    EVALUATED,
+    arguments,
+    counts_of,
+    generated,
+    losses,
+    norms,
+    resume,
+    rows,
+    train_and_save,
+    zero_config,
+)
 
 
-def one_rank(folder: str, batch: int) -> tuple[list[float], list[float], float, dict[str, torch.Tensor], Any]:
+def one_rank(folder: str, batch: int) -> tuple[list[float], list[float], float, dict[str, torch.Tensor], Any, tuple[float, ...]]:
     from transformers import Trainer
 
     trainer = Trainer(
@@ -22,7 +33,7 @@ def one_rank(folder: str, batch: int) -> tuple[list[float], list[float], float, 
     trainer.train()
     weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     predicted = trainer.predict(rows(EVALUATED)).predictions
-    return losses(trainer), norms(trainer), trainer.evaluate()["eval_loss"], weights, predicted
+    return losses(trainer), norms(trainer), trainer.evaluate()["eval_loss"], weights, predicted, counts_of(trainer)
 
 
 SLOW = pytest.mark.slow
@@ -35,7 +46,8 @@ def test_trainer_trains_like_one_rank_and_saves_the_whole_model(stage: int, worl
     saved = str(tmp_path / "saved")
     found = ranks.run_ranks(train_and_save, world, stage, 2, saved, group=False)
     expected = ranks.run_ranks(one_rank, 1, str(tmp_path / "one"), world // 2 * 2, group=False)[0]
-    for got_losses, got_norms, evaluated, predicted in found:
+    for got_losses, got_norms, evaluated, predicted, counts in found:
+        assert counts == expected[5]
         assert got_losses == pytest.approx(expected[0], rel=1e-4)
         assert got_norms == pytest.approx(expected[1], rel=1e-3)
         assert evaluated == pytest.approx(expected[2], rel=5e-3)  # Trainer counts the last, shorter batch by the rows of a rank

@@ -12,9 +12,9 @@ from torch import nn
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.optimizer.segments import OwnedSegment, Segments, master_of
 from hf_zero.core.units.alone import whole_from_owners
-from hf_zero.core.units.divided import part_of, whole_of
 from hf_zero.core.units.layout import ParamSlot
 from hf_zero.core.units.marks import is_wrapped
+from hf_zero.core.units.parts import part_of, whole_of
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import StateError
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.units.alone import whole_from_owners
-from hf_zero.core.units.divided import is_divided, part_of, shown_part, whole_of
 from hf_zero.core.units.marks import whole_shape
+from hf_zero.core.units.parts import is_divided, part_of, shown_part, whole_of
 from hf_zero.core.units.sharded_parameter import gradients_of, mark_waiting, set_gradient, unmark_waiting
 from hf_zero.core.units.unit import Unit, find_unit
 from hf_zero.core.units.whole_buffer import other_uses

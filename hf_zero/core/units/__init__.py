@@ -35,7 +35,8 @@ this rank's part of the copy that a node keeps ([Note: secondary copies]), value
 ([Note: dropped together]), and records of writes. ``alone.py``: single parameters that a caller keeps unsharded while the rest of the unit
 is sharded ([Note: a parameter alone]). ``values.py``: copies of values from master to shard to whole buffer and back. ``registration.py``:
 the unit of each parameter, and pickling and copying of such a parameter and of the modules around it. ``marks.py``: marks on parameters; a
-``ParamListener`` is notified when a parameter is registered and when its unit's state changes.
+``ParamListener`` is notified when a parameter is registered and when its unit's state changes. ``parts.py``: parts of parameters that
+tensor parallelism or experts divide, and their wholes; ``divided.py``: such parameters in a loss ([Note: parts in a loss]).
 
 ``zero.Init`` makes each parameter a unit of its own as soon as its module is assigned to its parent. torch's registration hooks report the
 assignment; nothing is patched. A sharded layer's own ``apply`` unshards it, for ``self.apply(init_weights)`` in constructors, and

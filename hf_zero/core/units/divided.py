@@ -15,7 +15,7 @@ computes with the part, and whose graphs raise an error in backward: a penalty f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -25,92 +25,22 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from hf_zero.core.units.marks import cut, tp_shard_of, whole_shape
+from hf_zero.core.units.marks import tp_shard_of, whole_shape
+from hf_zero.core.units.parts import REDUCTIONS, SHAPES, WITHOUT_FUNCTION, joins, of_whole_shape
 from hf_zero.core.units.sharded_parameter import WaitingParameter, free_functions
 from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.observe import warn_once
 
-Join = Callable[[torch.Tensor], torch.Tensor]
-_joins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter -> its join, and its name in the model
 _places: WeakKeyDictionary[nn.Module, dict[str, ref[torch.Tensor]]] = WeakKeyDictionary()  # parts by name in the module that owns them
 _partial: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 _wholes: dict[int, tuple[int, torch.Tensor]] = {}  # by id of the part: its version, and the whole tensor
 _inside = [0]  # number of running forwards of modules that have divided parameters, outside of a forward of their model
-_WITHOUT_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 _LOCAL = (
     "detach", "equal", "allclose", "isnan", "isinf", "isfinite", "eq", "ne", "lt", "le", "gt", "ge", "__eq__", "__ne__", "__lt__",
     "__le__", "__gt__", "__ge__", "item", "tolist", "numpy", "cpu", "backward", "__array__", "__bool__", "__float__", "__int__",
     "__index__", "__dlpack__", "dim", "ndimension", "__setitem__",
 )  # fmt: skip
-_REDUCTIONS = frozenset(
-    (
-        "norm",
-        "vector_norm",
-        "matrix_norm",
-        "sum",
-        "mean",
-        "max",
-        "min",
-        "amax",
-        "amin",
-        "std",
-        "var",
-        "prod",
-        "median",
-        "linalg_vector_norm",
-    )
-    + ("linalg_norm", "linalg_matrix_norm", "logsumexp", "dot", "vdot", "_foreach_norm", "cosine_similarity")
-)
-_SHAPES = frozenset(
-    (torch.Tensor.shape.__get__, torch.Tensor.size, torch.Tensor.numel, torch.Tensor.nelement, torch.numel, torch.Tensor.__len__)  # type: ignore[attr-defined]
-)
-
-
-def mark_join(param: torch.Tensor, join: Join, name: str) -> None:
-    """Register ``join`` for losses that compute with ``param``, the model's ``name``, see [Note: parts in a loss].
-
-    ``join(part)`` returns the whole parameter; its backward gives ``param`` this rank's part of the gradient. Both may be collective over
-    the ranks that divide the parameter. The record is kept beside the parameter, because attributes of a parameter are pickled.
-    """
-    _joins[param] = join, name
-
-
-def is_divided(param: torch.Tensor) -> bool:
-    """Return whether this rank's tensor is a part of a parameter, which ``whole_of`` can join; local."""
-    return tp_shard_of(param) is not None and param in _joins
-
-
-def whole_of(param: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """Return the whole of ``own``, this rank's part of a gradient, master or moment of ``param``, as a new tensor without a graph; ``own``
-    itself if ``param`` is not divided. Collective over the ranks that divide it.
-
-    Args:
-        param: The parameter; it may be sharded.
-        own: Of the shape of this rank's part.
-    """
-    if not is_divided(param):
-        return own
-    with torch.no_grad():
-        return _joins[param][0](own)
-
-
-def part_of(param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of ``whole``, a gradient, master or moment of ``param``; ``whole`` itself if ``param`` is not divided. Local.
-
-    Raises:
-        StateError: ``whole`` has another shape than the whole parameter.
-    """
-    part = tp_shard_of(param)
-    if part is None or not is_divided(param):
-        return whole
-    if whole.shape != part.full_shape:
-        raise StateError(
-            f"{_joins[param][1]} has shape {tuple(part.full_shape)}, of which this rank has a part; a tensor of shape "
-            f"{tuple(whole.shape)} was given. Give all of it, the same on all ranks"
-        )
-    return cut(whole.detach(), part)
 
 
 def mark_partial(module: nn.Module, text: str) -> None:
@@ -131,12 +61,12 @@ class DividedParameter(WaitingParameter):
                 _warn(func, args)
             elif func is torch.autograd.grad:
                 return _gradients(func, args, kwargs)
-            elif func in _SHAPES:
+            elif func in SHAPES:
                 return of_whole_shape(func, args, kwargs)
             elif not _is_local(func, args, kwargs):
                 args, kwargs = _with_wholes((args, kwargs))
                 return func(*args, **kwargs)
-        with _WITHOUT_FUNCTION():
+        with WITHOUT_FUNCTION():
             return func(*args, **kwargs)
 
 
@@ -145,7 +75,7 @@ class _Refused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, called: str) -> torch.Tensor:
-        ctx.name, ctx.called = _joins[part][1], called
+        ctx.name, ctx.called = joins[part][1], called
         return part.view_as(part)
 
     @staticmethod
@@ -171,7 +101,7 @@ class IdlePart(WaitingParameter):
         if computes:
             _warn(func, args)
         refuses = computes and torch.is_grad_enabled()
-        with _WITHOUT_FUNCTION():
+        with WITHOUT_FUNCTION():
             if refuses and _has_only_parts((args, kwargs)):
                 called = f"{getattr(func, '__name__', func)}()"
                 args, kwargs = tree_map_only(IdlePart, lambda part: _Refused.apply(part, called), (args, kwargs))
@@ -197,7 +127,7 @@ def require_own_parts(module: nn.Module) -> None:
         param, own = module._parameters.get(leaf), former()
         if isinstance(param, nn.Parameter) and own is not None and param is not own:
             raise UnsupportedError(
-                f"{_joins[own][1]}: a new parameter {tuple(param.shape)} was put in its place after initialize(), in a model that several "
+                f"{joins[own][1]}: a new parameter {tuple(param.shape)} was put in its place after initialize(), in a model that several "
                 "ranks hold together (tensor parallelism, experts), which is not supported. Copy this rank's part of the values into the "
                 "parameter (param.data.copy_(part)), or replace the parameter before initialize()"
             )
@@ -233,13 +163,13 @@ class PartsInLoss:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._params = [param for param in module.parameters() if param in _joins]
+        self._params = [param for param in module.parameters() if param in joins]
         self._modules = {id(inner) for inner in module.modules()} if self._params else set()
         self._handles: list[RemovableHandle] = []
         self._owners = []
         for inner in module.modules() if self._params else ():
             own: dict[str, ref[torch.Tensor]] = {
-                leaf: ref(param) for leaf, param in inner._parameters.items() if param is not None and param in _joins
+                leaf: ref(param) for leaf, param in inner._parameters.items() if param is not None and param in joins
             }
             if own:
                 _places[inner] = own
@@ -320,59 +250,12 @@ _KINDS = frozenset((nn.Parameter, WaitingParameter, DividedParameter, IdlePart))
 
 def _warn(func: Any, args: Any) -> None:
     """Warn once per parameter if ``func``, which the script calls where nothing is gathered, reduces a part to a number."""
-    if getattr(func, "__name__", "") in _REDUCTIONS and args and type(args[0]) in _KINDS and (shape := whole_shape(args[0])) is not None:
+    if getattr(func, "__name__", "") in REDUCTIONS and args and type(args[0]) in _KINDS and (shape := whole_shape(args[0])) is not None:
         warn_once(
-            f"{func.__name__}() of {_joins[args[0]][1]} is that of this rank's part {tuple(args[0].data.shape)} of {tuple(shape)} (tensor "
+            f"{func.__name__}() of {joins[args[0]][1]} is that of this rank's part {tuple(args[0].data.shape)} of {tuple(shape)} (tensor "
             "parallelism, experts). It is that of the whole parameter in a loss: between forward and backward, with gradients on, on all "
             "ranks"
         )
-
-
-class PartOfGradient(torch.Tensor):
-    """A gradient of this rank's part of a parameter; a reduction of it to a number gets a warning.
-
-    Attributes:
-        text: End of the warning, after the called function.
-    """
-
-    text: str
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in _REDUCTIONS:
-            first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PartOfGradient))
-            warn_once(f"{func.__name__}() of {first.text}")
-        with _WITHOUT_FUNCTION():
-            return func(*args, **(kwargs or {}))
-
-
-def warns_of_norms(own: torch.Tensor, text: str) -> torch.Tensor:
-    """Return ``own`` as a tensor in the same memory that warns of reductions to a number; ``text`` says of which part they are. Local."""
-    shown = own.as_subclass(PartOfGradient)
-    shown.text = text
-    return shown
-
-
-def shown_part(param: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """Return ``own``, the gradient of this rank's part of ``param``, as a script may see it where it does not ask for whole ones; ``own``
-    itself if ``param`` is not divided. Local.
-    """
-    if not is_divided(param):
-        return own
-    return warns_of_norms(
-        own,
-        f"{_joins[param][1]}.grad is that of this rank's part {tuple(own.shape)} of {tuple(whole_shape(param) or own.shape)} (tensor "
-        'parallelism, experts). With "hf_zero": {"show_gradients": true} in the configuration param.grad is the whole gradient; read it on '
-        "all ranks",
-    )
-
-
-def of_whole_shape(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the result of ``func``, a question about the shape of a divided parameter (its first argument), for the whole parameter."""
-    with _WITHOUT_FUNCTION():
-        part = args[0]
-        shape = whole_shape(part) or part.shape
-        return func(torch.empty(shape, dtype=part.dtype, device="meta"), *args[1:], **kwargs)
 
 
 def _gradients(func: Any, args: Any, kwargs: Any) -> Any:
@@ -389,8 +272,8 @@ def _gradients(func: Any, args: Any, kwargs: Any) -> Any:
             "torch.autograd.grad was called for a parameter of experts that are divided over ranks (expert_parallel): its gradient "
             "includes the tokens of other ranks' batches. Use another parameter, or remove expert_parallel"
         )
-    joins = {place: _joins[inputs[place]][0] for place, part in parts.items() if part is not None}
-    with _WITHOUT_FUNCTION():
+    joins = {place: joins[inputs[place]][0] for place, part in parts.items() if part is not None}
+    with WITHOUT_FUNCTION():
         found = func(*args, **kwargs)
         return tuple(grad if grad is None or place not in joins else joins[place](grad) for place, grad in enumerate(found))
 
@@ -420,7 +303,7 @@ def _parts(given: Any) -> Iterable[Any]:
 
 
 def _shape(tensor: torch.Tensor) -> torch.Size:
-    with _WITHOUT_FUNCTION():
+    with WITHOUT_FUNCTION():
         return tensor.shape
 
 
@@ -444,16 +327,16 @@ def _with_wholes(given: Any) -> Any:
                 f"one operation of a loss was given several divided parameters and a tensor of shape {tuple(tensor.shape)}, which could be "
                 "a part of each: compute the loss one parameter at a time"
             )
-        return _joins[part][0](tensor)
+        return joins[part][0](tensor)
 
     return tree_map_only(torch.Tensor, replaced, given)
 
 
 def _whole(part: Any) -> torch.Tensor:
-    with _WITHOUT_FUNCTION():
+    with WITHOUT_FUNCTION():
         version, kept = part._version, _wholes.get(id(part))
         if kept is not None and kept[0] == version:
             return kept[1]
-        whole = _joins[part][0](part)
+        whole = joins[part][0](part)
     _wholes[id(part)] = version, whole
     return whole
