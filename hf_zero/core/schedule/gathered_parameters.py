@@ -18,7 +18,14 @@ from hf_zero.core.units.marks import is_elsewhere, is_part
 from hf_zero.core.units.registration import network_of_loose, noted_loose
 from hf_zero.core.units.shard import exchange_changes
 from hf_zero.core.units.unit import Unit, find_unit
-from hf_zero.core.units.values import adopt_writes, broadcast_from, separate, show_as_built
+from hf_zero.core.units.values import (
+    adopt_writes,
+    broadcast_from,
+    broadcast_over_layers,
+    place_of,
+    separate,
+    show_as_built,
+)
 from hf_zero.errors import StateError
 from hf_zero.native.ranges import crc32_chunks
 
@@ -67,7 +74,7 @@ class GatheredParameters:
 
     Args:
         params: Parameters.
-        modifier_rank: Rank whose changes are kept; None keeps changes that all ranks make alike.
+        modifier_rank: Global rank whose changes are kept; None keeps changes that all ranks make alike.
         fwd_module: Module whose forward will read the parameters; they are registered as external to it.
         enabled: False makes the context do nothing.
     """
@@ -143,12 +150,14 @@ class GatheredParameters:
             unit, was_whole = self._entered.pop()
             if kind is None and self._modifier_rank is not None and unit.pins.modifier_of_outer is None:
                 with torch.no_grad():
-                    broadcast_from(unit, self._modifier_rank)
+                    broadcast_from(unit, self._modifier_rank, self._wanted[unit])
                     self._look(unit)
             unit.unpin(reshard=not was_whole, adopt=not dropped or unit.collectives.data.world == 1)
         if kind is None and self._modifier_rank is not None:
             for (param, network), record in zip(self._loose, self._loose_records, strict=True):
-                network.broadcast(param.data, self._modifier_rank, "parameter outside of units")
+                place, _ = place_of(network.topology, self._modifier_rank)
+                network.broadcast(param.data, place, "parameter outside of units")
+                broadcast_over_layers(network.topology, param.data, self._modifier_rank, "parameter outside of units")
                 noted, name = noted_loose(param)
                 noted.go_back(name, record)
             self._look_at_loose(lambda network: network.topology.model is not None)

@@ -26,8 +26,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from hf_zero.core.units.marks import tp_shard_of, whole_shape
-from hf_zero.core.units.parts import REDUCTIONS, SHAPES, WITHOUT_FUNCTION, joins, of_whole_shape
+from hf_zero.core.units.marks import own_shape, tp_shard_of, whole_shape
+from hf_zero.core.units.parts import REDUCTIONS, SHAPES, WITHOUT_FUNCTION, is_divided, joins, of_whole_shape, part_of
 from hf_zero.core.units.sharded_parameter import WaitingParameter, free_functions
 from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.observe import warn_once
@@ -133,11 +133,18 @@ def require_own_parts(module: nn.Module) -> None:
             )
 
 
-def _rest(module: nn.Module, *_: Any) -> None:
-    """Let the parameters of ``module`` be parts again before values are loaded into them (a hook): torch compares the shapes."""
-    for param in module._parameters.values():
+def _rest(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Let the parameters of ``module`` be parts again before values of ``state`` are loaded into them (a hook): torch compares the shapes.
+    Cut whole values.
+    """
+    for leaf, param in module._parameters.items():
         if type(param) is DividedParameter:
             param.__class__ = IdlePart  # type: ignore[assignment]
+        value = state.get(prefix + leaf)
+        if param is None or type(value) not in (torch.Tensor, nn.Parameter) or not is_divided(param):
+            continue
+        if value.shape == whole_shape(param) != own_shape(param):
+            state[prefix + leaf] = part_of(param, value)
 
 
 def _hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:

@@ -7,8 +7,10 @@ from functools import partial
 
 import torch
 
+from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Pending
 from hf_zero.comm.quantized import Float8Codes, compare_scales
+from hf_zero.comm.topology import Topology
 from hf_zero.core.units.layout import UnitState
 from hf_zero.core.units.marks import own_shape
 from hf_zero.core.units.shard import ON_DEVICE
@@ -153,15 +155,30 @@ def _adopt_own(unit: Unit) -> None:
         unit.own.refresh_master()
 
 
-def broadcast_from(unit: Unit, source: int) -> None:
+def broadcast_from(unit: Unit, source: int, indices: Iterable[int]) -> None:
     """Copy the whole buffer of rank ``source`` to all ranks, and update shards and masters with it; collective.
 
-    Each rank receives its own experts from the expert group of ``source``.
+    Each rank receives its own experts from the expert group of ``source``. Ranks of other columns of the model axis receive the parameters
+    at ``indices``, which all of them hold.
     """
     unit.whole.adopt(separate=partial(separate, unit))
-    topology = unit.collectives.topology
-    unit.collectives.data.broadcast(unit.full, source // topology.expert_places if topology.of_experts else source, unit.name)
+    topology, slots = unit.collectives.topology, unit.layout.slots
+    place, _ = place_of(topology, source)
+    unit.collectives.data.broadcast(unit.full, place // topology.expert_places if topology.of_experts else place, unit.name)
+    for index in indices:
+        broadcast_over_layers(topology, unit.full[slots[index].range.start : slots[index].range.stop], source, slots[index].name)
     write_back(unit)
+
+
+def place_of(topology: Topology, source: int) -> tuple[int, int]:
+    """Return the position of rank ``source`` on the data-parallel axis, and on the axis of the ranks that hold layers together."""
+    return divmod(source, topology.layers.model.world) if topology.layers.model is not None else (source, 0)
+
+
+def broadcast_over_layers(topology: Topology, values: torch.Tensor, source: int, label: str) -> None:
+    """Copy ``values``, which the column of rank ``source`` has from it, to the ranks that hold layers together with it; collective."""
+    if topology.layers.model is not None:
+        open_collectives(topology.layers.model).broadcast(values, place_of(topology, source)[1], label)
 
 
 def show_as_built(unit: Unit) -> None:

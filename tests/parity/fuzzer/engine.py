@@ -13,6 +13,7 @@ from torch import Tensor
 
 import hf_zero
 from hf_zero import utils
+from hf_zero.core.units.parts import part_of, whole_of
 from tests.parity.fuzzer import model as script_model
 from tests.parity.fuzzer.grammar import Cell
 from tests.parity.fuzzer.model import ScriptError, Seen, Side, batch, noise
@@ -37,6 +38,9 @@ def config_of(cell: Cell) -> dict[str, Any]:
         config["optimizer"] = {"type": "AdamW", "params": {**SETTINGS, "betas": list(SETTINGS["betas"])}}
     if cell.dtype == "bf16":
         config["bf16"] = {"enabled": True}
+    if cell.split > 1:
+        specs = [{"patterns": [r"\.up$"], "partition_type": "column"}, {"patterns": [r"\.down$"], "partition_type": "row"}]
+        config["tensor_parallel"] = {"autotp_size": cell.split, "partition_config": {"use_default_specs": False, "layer_specs": specs}}
     return config
 
 
@@ -68,7 +72,7 @@ class Zero(Side):
     # -- training ---------------------------------------------------------------------------------------------------------
 
     def forward(self, data: int) -> Seen:
-        self.loss = self.engine(*batch(data, self.rank))
+        self.loss = self.engine(*batch(data, self.place))
         return {"loss": self.loss.detach().clone()}
 
     def backward(self) -> Seen:
@@ -85,30 +89,30 @@ class Zero(Side):
     def evaluate(self, data: int) -> Seen:
         self.engine.eval()
         with torch.no_grad():
-            logits = self.engine(batch(data, self.rank)[0])
+            logits = self.engine(batch(data, self.place)[0])
         self.engine.train()
         return {"logits": logits.clone()}
 
     def infer(self, data: int) -> Seen:
         self.engine.eval()
         with torch.inference_mode():
-            self.kept = self.engine(batch(data, self.rank)[0])
+            self.kept = self.engine(batch(data, self.place)[0])
         self.engine.train()
         return {"logits": self.kept.clone()}
 
     def call_module(self, data: int) -> Seen:
         self.model.eval()
         with torch.no_grad():
-            logits = self.model(batch(data, self.rank)[0])
+            logits = self.model(batch(data, self.place)[0])
         self.model.train()
         return {"logits": logits.clone()}
 
     def forward_lost(self, data: int) -> Seen:
-        return {"loss": self.engine(*batch(data, self.rank)).detach().clone()}
+        return {"loss": self.engine(*batch(data, self.place)).detach().clone()}
 
     def generate(self, data: int, lengths: str) -> Seen:
         self.engine.eval()
-        tokens, logits = self.engine.module.generate(batch(data, self.rank)[0], length_of(lengths, self.rank))
+        tokens, logits = self.engine.module.generate(batch(data, self.place)[0], length_of(lengths, self.place))
         self.engine.train()
         return {"tokens": tokens, **{f"logits {place}": value for place, value in enumerate(logits)}}
 
@@ -118,7 +122,7 @@ class Zero(Side):
         if who in ("all", self.rank):
             self.model.get_submodule(layer).fails = "forward"
             try:
-                self.engine(*batch(data, self.rank))
+                self.engine(*batch(data, self.place))
             except ScriptError:
                 return {}
             raise AssertionError("the forward did not raise")
@@ -126,7 +130,7 @@ class Zero(Side):
 
     def fail_backward(self, layer: str, data: int) -> Seen:
         self.model.get_submodule(layer).fails = "backward"
-        loss = self.engine(*batch(data, self.rank))
+        loss = self.engine(*batch(data, self.place))
         try:
             self.engine.backward(loss)
         except ScriptError:
@@ -178,7 +182,7 @@ class Zero(Side):
 
     def write(self, param: str, how: str) -> Seen:
         parameter = self.model.get_parameter(param)
-        script_model.write(parameter, how, noise(param, self._shape(parameter), 1))
+        script_model.write(parameter, how, self._noise(param, parameter, 1))
         return {}
 
     def load_module(self, how: str) -> Seen:
@@ -193,13 +197,14 @@ class Zero(Side):
         parameter = self.model.get_parameter(param)
         with hf_zero.zero.GatheredParameters([parameter], modifier_rank=None if modifier == "none" else modifier):
             if who in ("all", self.rank):
-                parameter.data.copy_(noise(param, parameter.shape, 2))
+                parameter.data.copy_(self._noise(param, parameter, 2))
         return {}
 
     def average(self, how: str) -> Seen:
         named = dict(self.model.named_parameters())
         with hf_zero.zero.GatheredParameters(list(named.values())) if how == "gathered" else nullcontext():
-            return self.average_of(named)
+            seen = self.average_of(named)
+        return {key: whole_of(named[key.removeprefix("average of ")], value) for key, value in seen.items()}
 
     def average_in(self, how: str) -> Seen:
         named = dict(self.model.named_parameters())
@@ -209,7 +214,7 @@ class Zero(Side):
     def swa(self, data: int) -> Seen:
         averaged = averaged_twice(self.engine.module).eval()
         with torch.no_grad():
-            return {"logits": averaged(batch(data, self.rank)[0]).clone()}
+            return {"logits": averaged(batch(data, self.place)[0]).clone()}
 
     def penalty(self, how: str, over: str) -> Seen:
         self.loss = self.loss + script_model.penalty(how, over, self.engine.module)
@@ -225,22 +230,22 @@ class Zero(Side):
     def write_grad(self, param: str, who: Any) -> Seen:
         parameter = self.model.get_parameter(param)
         if who in ("all", self.rank):
-            parameter.grad = noise(f"{param} {self.rank}", self._shape(parameter), 3).to(self.dtype)
+            parameter.grad = self._noise(f"{param} {self.place}", parameter, 3).to(self.dtype)
         return {}
 
     def set_grad(self, param: str) -> Seen:
         parameter = self.model.get_parameter(param)
-        utils.safe_set_full_grad(parameter, noise(param, self._shape(parameter), 4))
+        utils.safe_set_full_grad(parameter, noise(param, script_model.shape_of(parameter), 4))
         return {}
 
     def get_grad(self, param: str) -> Seen:
         parameter = self.model.get_parameter(param)
         found = utils.safe_get_full_grad(parameter)
-        return {"gradient": torch.zeros(self._shape(parameter)) if found is None else found.float()}
+        return {"gradient": torch.zeros(script_model.shape_of(parameter)) if found is None else found.float()}
 
     def set_master(self, param: str) -> Seen:
         parameter = self.model.get_parameter(param)
-        utils.safe_set_full_fp32_param(parameter, noise(param, self._shape(parameter), 5))
+        utils.safe_set_full_fp32_param(parameter, noise(param, script_model.shape_of(parameter), 5))
         return {}
 
     def get_master(self, param: str) -> Seen:
@@ -255,7 +260,7 @@ class Zero(Side):
 
     def set_moments(self, param: str) -> Seen:
         parameter = self.model.get_parameter(param)
-        for key, value in new_moments(param, self._shape(parameter)).items():
+        for key, value in new_moments(param, script_model.shape_of(parameter)).items():
             utils.safe_set_full_optimizer_state(parameter, value, key)
         return {}
 
@@ -275,7 +280,7 @@ class Zero(Side):
         """Return complete parameters by name; collective."""
         named = dict(self.model.named_parameters())
         with hf_zero.zero.GatheredParameters(list(named.values())):
-            return {name: parameter.detach().clone() for name, parameter in named.items()}
+            return {name: whole_of(parameter, parameter.detach().clone()) for name, parameter in named.items()}
 
     def masters(self) -> dict[str, Tensor]:
         """Return the complete masters of trained parameters, by name; collective."""
@@ -291,5 +296,6 @@ class Zero(Side):
         """Return this rank's buffers by name."""
         return {name: value.clone() for name, value in self.model.named_buffers()}
 
-    def _shape(self, parameter: Any) -> torch.Size:
-        return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+    def _noise(self, name: str, parameter: Any, seed: int) -> Tensor:
+        """Return this rank's part of values for ``parameter``."""
+        return part_of(parameter, noise(name, script_model.shape_of(parameter), seed))

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from hypothesis import strategies
 
 PARAMETERS = ("blocks.0.up.weight", "blocks.1.gain", "embed.weight", "blocks.1.down.weight", "head.weight", "blocks.0.up.bias")
+DIVIDED = ("blocks.0.up.weight", "blocks.1.down.weight", "blocks.0.up.bias")  # where layers are split
 LAYERS = ("blocks.0", "blocks.1", "head", "embed")
 
 
@@ -25,6 +26,7 @@ class Cell:
         stage: ZeRO stage.
         dtype: "fp32" or "bf16".
         ranks: Number of ranks.
+        split: Number of ranks that hold each layer together, and have the same batches (tensor parallelism).
         accumulation: Micro-steps per optimizer step.
         clip: Largest norm of all gradients; 0 is off.
         frozen: Layer that is frozen when the engine is made, or "none".
@@ -40,6 +42,7 @@ class Cell:
     stage: int = 0
     dtype: str = "fp32"
     ranks: int = 1
+    split: int = 1
     accumulation: int = 1
     clip: float = 0.0
     frozen: str = "none"
@@ -50,6 +53,11 @@ class Cell:
     buffers: int = 0
     recompute: str = "none"
     looks: str = "step"
+
+    @property
+    def batches(self) -> int:
+        """Return the number of different batches of a micro-step."""
+        return self.ranks // self.split
 
 
 # Values of each field; the first is the simplest one.
@@ -222,6 +230,8 @@ class Course:
             "bad_save": between,
             "gather_write": cell.ranks > 1 or operation.get("modifier") != 1,
         }
+        if cell.split > 1 and not self._fits_split_layers(operation):
+            return False
         # Reentrant recomputation has no gradients where its input needs none.
         if not makes_sense.get(name, True) or cell.recompute == "pieces" and "embed" in (layer, cell.frozen):
             return False
@@ -231,6 +241,15 @@ class Course:
             self.held, self.waits = name == "forward", name == "backward" or name == "forward" and self.waits
         self.done.add(name)
         return True
+
+
+    def _fits_split_layers(self, operation: Operation) -> bool:
+        """Return whether ``operation`` is one that documents allow where ranks hold parts of layers."""
+        name, alone = operation.name, operation.get("who") not in ("all", None)
+        if name == "gather_write" and operation.get("modifier") == "none":
+            return not (alone and operation.get("param") in DIVIDED)  # each rank writes its part
+        # A rank that leaves a forward alone is waited for; without gradients a script sees parts of parameters.
+        return name != "compute" and not (name == "fail_forward" and alone)
 
 
 def valid(script: Script) -> bool:
@@ -343,7 +362,7 @@ def simpler(script: Script) -> Iterator[Script]:
         for start in range(len(operations) - size + 1) if size else ():
             yield Script(script.cell, operations[:start] + operations[start + size :])
     for name, values in CELL_VALUES.items():
-        for value in values[: values.index(getattr(script.cell, name))]:
+        for value in values[: values.index(present)] if (present := getattr(script.cell, name)) in values else ():
             yield Script(replace(script.cell, **{name: value}), operations)
     for index, operation in enumerate(operations):
         for key, values in KINDS[operation.name].args.items():

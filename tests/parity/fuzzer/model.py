@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from hf_zero.core.units.marks import whole_shape
 from tests.parity.fuzzer.grammar import Cell
 
 VOCABULARY, WIDTH, INNER, LENGTH, ROWS = 11, 6, 10, 4, 2  # odd shares of two ranks: pieces of parameters lie on both
@@ -125,6 +126,7 @@ class Side:
 
     def __init__(self, cell: Cell, rank: int) -> None:
         self.cell, self.rank = cell, rank
+        self.place = rank // cell.split  # among the ranks with different batches
         self.dtype = DTYPES[cell.dtype]
         self.model = build(cell)
         self.shadow: dict[str, Tensor] = {}  # averages of parameters by name
@@ -186,6 +188,11 @@ def noise(name: str, shape: Any, seed: int) -> Tensor:
     """Return values that depend on the name and the seed, fp32, large enough for a comparison in bf16 to detect."""
     source = torch.Generator().manual_seed(zlib.crc32(f"{name} {seed}".encode()))
     return torch.randn(tuple(shape), generator=source) * 0.4
+
+
+def shape_of(parameter: Any) -> torch.Size:
+    """Return the complete shape of a parameter, which may be sharded or divided."""
+    return whole_shape(parameter) or torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def batch(data: int, rank: int) -> tuple[Tensor, Tensor]:

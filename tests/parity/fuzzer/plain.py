@@ -59,7 +59,7 @@ class Plain(Side):
         super().__init__(cell, rank)
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(self.dtype)
-        self.buffers = [{name: value.clone() for name, value in self.model.named_buffers()} for _ in range(cell.ranks)]
+        self.buffers = [{name: value.clone() for name, value in self.model.named_buffers()} for _ in range(cell.batches)]
         self.masters: dict[str, Tensor] = {}
         self.groups: list[list[str]] = []
         self.optimizer: Any = None
@@ -82,11 +82,11 @@ class Plain(Side):
         self.losses = [self.model(*batch(data, rank)) for rank in self._each_rank()]
         if failed not in (None, data):
             raise MustRefuse(f"rank 0 has lost batch {failed}")
-        return {"loss": self.losses[self.rank].detach().clone()}
+        return {"loss": self.losses[self.place].detach().clone()}
 
     def penalty(self, how: str, over: str) -> Seen:
         self.losses = [loss + script_model.penalty(how, over, self.model) for loss in self.losses]
-        return {"loss": self.losses[self.rank].detach().clone()}
+        return {"loss": self.losses[self.place].detach().clone()}
 
     def backward(self) -> Seen:
         losses, self.losses = self.losses, []
@@ -135,11 +135,11 @@ class Plain(Side):
 
     def _update(self, sums: dict[str, Tensor], gone: dict[str, Tensor]) -> None:
         model = dict(self.model.named_parameters())
-        used = {name: total / self.cell.ranks for name, total in sums.items() if name in self.masters and name in model}
+        used = {name: total / self.cell.batches for name, total in sums.items() if name in self.masters and name in model}
         if not used:  # torch's step then changes nothing; the engine counts the call
             self.steps, self.norm = self.steps + 1, None
             return
-        counted = [*used.values(), *(total / self.cell.ranks for total in gone.values())]
+        counted = [*used.values(), *(total / self.cell.batches for total in gone.values())]
         norm = torch.stack([value.double().norm() for value in counted]).norm().item()
         factor = min(1.0, self.cell.clip / (norm + 1e-6)) if self.cell.clip else 1.0
         for name, value in used.items():
@@ -164,18 +164,18 @@ class Plain(Side):
     call_module = evaluate
 
     def forward_lost(self, data: int) -> Seen:
-        return {"loss": [self.model(*batch(data, rank)) for rank in self._each_rank()][self.rank].detach()}
+        return {"loss": [self.model(*batch(data, rank)) for rank in self._each_rank()][self.place].detach()}
 
     def generate(self, data: int, lengths: str) -> Seen:
         self.model.eval()
-        self._enter(self.rank)
-        tokens, logits = self.model.generate(batch(data, self.rank)[0], length_of(lengths, self.rank))
+        self._enter(self.place)
+        tokens, logits = self.model.generate(batch(data, self.place)[0], length_of(lengths, self.place))
         self.model.train()
         return {"tokens": tokens, **{f"logits {place}": value for place, value in enumerate(logits)}}
 
     def _own(self, data: int, model: Any) -> Tensor:
-        self._enter(self.rank)
-        logits: Tensor = model(batch(data, self.rank)[0])
+        self._enter(self.place)
+        logits: Tensor = model(batch(data, self.place)[0])
         self.model.train()
         return logits
 
@@ -220,9 +220,9 @@ class Plain(Side):
             raise KeyError(f"the checkpoint has other parameters: {sorted(found.weights.keys() ^ model.keys())}")
         self._forget()
         held = {name for group in self.groups for name in group} & model.keys()
-        for source in range(self.cell.ranks):  # [Note: buffers of a checkpoint] those of one rank, whichever
+        for source in range(self.cell.batches):  # [Note: buffers of a checkpoint] those of one rank, whichever
             state = deepcopy(found)
-            state.buffers = [found.buffers[source]] * self.cell.ranks
+            state.buffers = [found.buffers[source]] * self.cell.batches
             state.groups, state.norm = deepcopy(self.groups), self.norm
             state.masters = {name: found.masters.get(name, found.weights[name].float()) for name in held}
             state.rates = [*found.rates, *[group["lr"] for group in self.optimizer.param_groups[len(found.rates) :]]]
@@ -315,7 +315,7 @@ class Plain(Side):
         return self.take_average(dict(self.model.named_parameters()))
 
     def swa(self, data: int) -> Seen:
-        self._enter(self.rank)
+        self._enter(self.place)
         averaged = averaged_twice(self.model)
         return {"logits": self._own(data, averaged.eval())}
 
@@ -327,17 +327,17 @@ class Plain(Side):
     def write_grad(self, param: str, who: Any) -> Seen:
         if who == 0 and self.cell.ranks > 1:
             raise MustRefuse(f"the gradient of {param} was written on rank 0 alone")
-        parts = [noise(f"{param} {rank}", self.model.get_parameter(param).shape, 3).to(self.dtype) for rank in range(self.cell.ranks)]
+        parts = [noise(f"{param} {rank}", self.model.get_parameter(param).shape, 3).to(self.dtype) for rank in range(self.cell.batches)]
         self.sums[self._canonical(param)] = torch.stack([part.float() for part in parts]).sum(0)
         return {}
 
     def set_grad(self, param: str) -> Seen:
-        self.sums[self._canonical(param)] = noise(param, self.model.get_parameter(param).shape, 4) * self.cell.ranks
+        self.sums[self._canonical(param)] = noise(param, self.model.get_parameter(param).shape, 4) * self.cell.batches
         return {}
 
     def get_grad(self, param: str) -> Seen:
         found = self.sums.get(self._canonical(param))
-        return {"gradient": torch.zeros(self.model.get_parameter(param).shape) if found is None else found / self.cell.ranks}
+        return {"gradient": torch.zeros(self.model.get_parameter(param).shape) if found is None else found / self.cell.batches}
 
     def set_master(self, param: str) -> Seen:
         self.adopt()
@@ -432,7 +432,7 @@ class Plain(Side):
 
     def _each_rank(self) -> Iterator[int]:
         """Yield every rank in turn, with the buffers of that rank in the model."""
-        for rank in range(self.cell.ranks):
+        for rank in range(self.cell.batches):
             self._enter(rank)
             yield rank
 
@@ -450,7 +450,7 @@ def new_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return the complete weights that a script loads into a model, by name, fp32."""
     shapes = [(name, parameter) for name, parameter in model.named_parameters(remove_duplicate=False)]
     names = {id(parameter): name for name, parameter in reversed(shapes)}
-    return {name: noise(names[id(parameter)], getattr(parameter, "ds_shape", parameter.shape), 6) for name, parameter in shapes}
+    return {name: noise(names[id(parameter)], script_model.shape_of(parameter), 6) for name, parameter in shapes}
 
 
 def new_moments(name: str, shape: Any) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@
   a ``cell`` line in front sets what else matters (``--here``: runs at that cell alone).
 - ``known`` runs the scripts of ``script_known.KNOWN_OPEN`` where they fail: an entry all of whose scripts are good can be deleted.
 - ``table`` runs every operation with every argument in every place, and prints a line for each with its verdicts.
-- ``explore --count 300 --seed 1`` draws scripts, nothing left out, and prints what fails, made small.
+- ``explore --count 300 --seed 1`` draws scripts, nothing left out, and prints what fails, made small (``--split 2``: over split layers).
 """
 
 from __future__ import annotations
@@ -43,6 +43,14 @@ TIMEOUT = 15.0  # seconds of a wait that is a hang: by hand somebody looks at it
 def everywhere(script: Script) -> list[Script]:
     """Return the script at all stages, precisions and numbers of ranks, with the other settings of its cell."""
     return [script._replace(cell=replace(script.cell, stage=cell.stage, dtype=cell.dtype, ranks=cell.ranks)) for cell in CELLS]
+
+
+def split_over(script: Script, split: int) -> Script:
+    """Return the script with as many groups of ranks as it has ranks, each of which holds layers together, without what makes no sense
+    there; in fp32, because 16-bit sums over a group are rounded otherwise than those of one rank.
+    """
+    cell = replace(script.cell, ranks=script.cell.ranks * split, split=split, dtype="fp32")
+    return script._replace(cell=cell, operations=tuple(keep_valid(script._replace(cell=cell))))
 
 
 def draw(count: int, start: int | None = None) -> list[Script]:
@@ -179,6 +187,8 @@ def _table(arguments: argparse.Namespace) -> None:
 
 def _explore(arguments: argparse.Namespace) -> None:
     drawn = draw(arguments.count, arguments.seed)
+    if arguments.split > 1:
+        drawn = [split_over(script, arguments.split) for script in drawn]
     if arguments.skip_known:
         from tests.parity.fuzzer.known import without_known
 
@@ -206,6 +216,7 @@ def main() -> None:
     explore = commands.add_parser("explore")
     explore.add_argument("--count", type=int, default=100)
     explore.add_argument("--seed", type=int, default=None)
+    explore.add_argument("--split", type=int, default=1, help="ranks that hold each layer together")
     explore.add_argument("--skip-known", action="store_true", help="leave out what KNOWN_OPEN has")
     explore.add_argument("--as-drawn", action="store_true", help="failures are not made small")
     explore.set_defaults(call=_explore)

@@ -218,7 +218,7 @@ def _difference(state: State, plain: Plain, zero: Zero, weights: Any, masters: A
     found = _worst(weights, state.weights, cell.dtype, "weight", everywhere=True, loose=loose)
     trains = {name for name, parameter in zero.model.named_parameters() if parameter.requires_grad}
     found = found or _worst({k: v for k, v in masters.items() if k in trains}, state.masters, cell.dtype, "master", loose=loose)
-    found = found or _worst(buffers, state.buffers[plain.rank], cell.dtype, "buffer", everywhere=True)
+    found = found or _worst(buffers, state.buffers[plain.place], cell.dtype, "buffer", everywhere=True)
     if not found and zero.engine.global_steps != state.steps:
         found = f"{zero.engine.global_steps} steps, expected {state.steps}"
     norm = zero.engine.get_global_grad_norm()
