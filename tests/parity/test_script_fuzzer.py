@@ -9,7 +9,7 @@ import pytest
 
 from tests.parity.fuzzer.grammar import Script, keep_valid, parse, valid
 from tests.parity.fuzzer.known import KNOWN_OPEN, Known, known, mended, without_known
-from tests.parity.fuzzer.report import draw, shrink
+from tests.parity.fuzzer.report import draw, shrink, split_over
 from tests.parity.fuzzer.verdict import Verdict, verdicts_of
 
 SHOWN = 5  # failures that are made small
@@ -29,6 +29,29 @@ def _quickly(scripts: Sequence[Script]) -> list[Verdict]:
 
 def test_drawn_scripts_are_exact_or_refused_by_name() -> None:
     _check([without_known(script) for script in draw(25)])
+
+
+def test_drawn_scripts_over_split_layers() -> None:
+    _check([split_over(without_known(script), 2) for script in draw(14)])
+
+
+def test_scripts_that_failed_once_over_split_layers() -> None:
+    texts = (
+        "cell stage=0 ranks=2 split=2; load_module how=module; forward data=0; backward; step",
+        "cell stage=3 ranks=4 split=2; load_module how=engine; forward data=0; backward; step",
+        "cell stage=0 ranks=4 split=2; gather_write param=blocks.1.gain modifier=0 who=0; forward data=0; backward; step",
+        "cell stage=3 ranks=4 split=2; gather_write param=blocks.1.gain modifier=1 who=1; forward data=0; backward; step",
+        "cell stage=1 ranks=4 split=2 frozen=embed; gather_write param=embed.weight modifier=0 who=0; forward data=0; backward; step",
+        "cell stage=2 ranks=4 split=2; gather_write param=blocks.0.up.weight modifier=1 who=1; forward data=0; backward; step",
+    )
+    assert [verdict.word for verdict in verdicts_of([parse(text) for text in texts])] == ["equal"] * 5 + ["refused"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(4000)
+def test_many_drawn_scripts_over_split_layers() -> None:
+    for _ in range(2):
+        _check([split_over(without_known(script), 2) for script in draw(300)])
 
 
 @pytest.mark.slow

@@ -242,7 +242,6 @@ class Course:
         self.done.add(name)
         return True
 
-
     def _fits_split_layers(self, operation: Operation) -> bool:
         """Return whether ``operation`` is one that documents allow where ranks hold parts of layers."""
         name, alone = operation.name, operation.get("who") not in ("all", None)
