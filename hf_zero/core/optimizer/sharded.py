@@ -11,13 +11,13 @@ from weakref import ref
 import torch
 
 from hf_zero.core.optimizer import step_hooks
-from hf_zero.core.optimizer.clones import build_anew, state_at_start
+from hf_zero.core.optimizer.clones import build_anew, is_mark, state_at_start
 from hf_zero.core.optimizer.own_object import OwnObject, once
 from hf_zero.core.optimizer.param_states import ParamStates, SegmentStates
 from hf_zero.core.optimizer.segments import OwnedSegment, Segments, lay_out
 from hf_zero.core.optimizer.state_store import StateStore
 from hf_zero.core.units.unit import Unit, find_unit
-from hf_zero.errors import StateError
+from hf_zero.errors import ConfigError, StateError
 
 T = TypeVar("T")
 
@@ -81,9 +81,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
             group["params"] = tensors
         self.state_store.bind(inner, self.units, self.segments)
         if inner.state:  # state that its constructor made for the parameters, which the segments replace
-            inner.state = build_anew(inner, [dict(group) for group in inner.param_groups]).state
+            inner.state = self._state_at_start()
             self.state_store.adopt_states()
         watch_parts(self)
+
+    def _state_at_start(self) -> Any:
+        """Return the state that replaces the one that the inner optimizer's constructor made for the model's parameters.
+
+        Raises:
+            ConfigError: The constructor marked parameters, and a segment has parts of several.
+        """
+        if marks := next((state for state in self.inner.state.values() if is_mark(state)), None):
+            raise ConfigError(
+                f"the {type(self.inner).__name__} given to initialize() has marks in its state ({marks}), but it updates flat parts of "
+                "several parameters here; keep the marks in its param groups"
+            )
+        return build_anew(self.inner, [dict(group) for group in self.inner.param_groups]).state
 
     def _lay_out(self) -> list[list[torch.Tensor]]:
         """Create ``segments``; return the tensors that each group of the inner optimizer holds in place of the model's parameters."""

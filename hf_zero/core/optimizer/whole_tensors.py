@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from hf_zero.comm.collectives import Collectives, Pending
-from hf_zero.core.optimizer.clones import state_at_start
+from hf_zero.core.optimizer.clones import is_mark, state_at_start
 from hf_zero.core.optimizer.owners import Spread, TensorMoves, assign_owners, spread_of, spread_of_experts
 from hf_zero.core.optimizer.param_states import OwnerStates, WholeParam
 from hf_zero.core.optimizer.segments import OwnedSegment, master_of
@@ -84,6 +86,14 @@ class WholeTensorOptimizer(ShardedOptimizer):
     def _lay_out(self) -> list[list[torch.Tensor]]:
         groups = range(len(self.inner.param_groups))
         return [[entry.param for entry in self.whole if entry.slot.group == index] for index in groups]
+
+    def _state_at_start(self) -> Any:
+        """Return the marks of the parameters that this rank updates, see ``is_mark``; of other states, those of a new optimizer."""
+        state = self.inner.state
+        if not all(map(is_mark, state.values())):
+            return super()._state_at_start()
+        own = ((entry.param, state.get(entry.unit.params[entry.unit.layout.slots.index(entry.slot)])) for entry in self.whole)
+        return defaultdict(dict, {param: deepcopy(mark) for param, mark in own if mark})
 
     def group_of_tensors(self) -> dict[int, int]:
         """Return the param group of each parameter that this rank updates, by id."""
