@@ -92,7 +92,8 @@ class WholeTensorOptimizer(ShardedOptimizer):
         state = self.inner.state
         if not all(map(is_mark, state.values())):
             return super()._state_at_start()
-        own = ((entry.param, state.get(entry.unit.params[entry.unit.layout.slots.index(entry.slot)])) for entry in self.whole)
+        marks = {id(param): mark for param, mark in state.items()}
+        own = ((entry.param, marks.get(id(entry.unit.params[entry.unit.layout.slots.index(entry.slot)]))) for entry in self.whole)
         return defaultdict(dict, {param: deepcopy(mark) for param, mark in own if mark})
 
     def group_of_tensors(self) -> dict[int, int]:
