@@ -81,22 +81,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             group["params"] = tensors
         self.state_store.bind(inner, self.units, self.segments)
         if inner.state:  # state that its constructor made for the parameters, which the segments replace
-            inner.state = self._state_at_start()
+            inner.state = _state_at_start(inner)
             self.state_store.adopt_states()
         watch_parts(self)
-
-    def _state_at_start(self) -> Any:
-        """Return the state that replaces the one that the inner optimizer's constructor made for the model's parameters.
-
-        Raises:
-            ConfigError: The constructor marked parameters, and a segment has parts of several.
-        """
-        if marks := next((state for state in self.inner.state.values() if is_mark(state)), None):
-            raise ConfigError(
-                f"the {type(self.inner).__name__} given to initialize() has marks in its state ({marks}), but it updates flat parts of "
-                "several parameters here; keep the marks in its param groups"
-            )
-        return build_anew(self.inner, [dict(group) for group in self.inner.param_groups]).state
 
     def _lay_out(self) -> list[list[torch.Tensor]]:
         """Create ``segments``; return the tensors that each group of the inner optimizer holds in place of the model's parameters."""
@@ -317,6 +304,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"ShardedOptimizer({len(self.segments)} segments of {len(self.units)} units, inner={self.inner!r})"
+
+
+def _state_at_start(inner: torch.optim.Optimizer) -> Any:
+    """Return the state of the tensors in the groups of ``inner``: the marks that they have, or what its constructor makes for them.
+
+    Raises:
+        ConfigError: The constructor marked parameters of the model, and the tensors are flat parts of several.
+    """
+    held = {id(tensor) for group in inner.param_groups for tensor in group["params"]}
+    if held.issuperset(map(id, inner.state)):
+        return inner.state
+    if marks := next(filter(is_mark, inner.state.values()), None):
+        raise ConfigError(
+            f"the {type(inner).__name__} given to initialize() has marks in its state ({marks}), but it updates flat parts of several "
+            "parameters here; keep the marks in its param groups"
+        )
+    return build_anew(inner, [dict(group) for group in inner.param_groups]).state
 
 
 def watch_parts(optimizer: ShardedOptimizer) -> None:

@@ -62,6 +62,8 @@ class WholeTensorOptimizer(ShardedOptimizer):
         self._by_name: dict[str, WholeParam] = {}
         self._resting: set[str] = set()  # names of parameters that are frozen at present
         self._take_over(inner, units)
+        if inner.state and all(map(is_mark, inner.state.values())):
+            inner.state = _marks(inner.state, self.whole)
         super().__init__(inner, units, state_store)
         self.own.fetch, self.own.send = self._fetch, self._scatter
 
@@ -86,15 +88,6 @@ class WholeTensorOptimizer(ShardedOptimizer):
     def _lay_out(self) -> list[list[torch.Tensor]]:
         groups = range(len(self.inner.param_groups))
         return [[entry.param for entry in self.whole if entry.slot.group == index] for index in groups]
-
-    def _state_at_start(self) -> Any:
-        """Return the marks of the parameters that this rank updates, see ``is_mark``; of other states, those of a new optimizer."""
-        state = self.inner.state
-        if not all(map(is_mark, state.values())):
-            return super()._state_at_start()
-        marks = {id(param): mark for param, mark in state.items()}
-        own = ((entry.param, marks.get(id(entry.unit.params[entry.unit.layout.slots.index(entry.slot)]))) for entry in self.whole)
-        return defaultdict(dict, {param: deepcopy(mark) for param, mark in own if mark})
 
     def group_of_tensors(self) -> dict[int, int]:
         """Return the param group of each parameter that this rank updates, by id."""
@@ -237,6 +230,13 @@ def _spread(units: Sequence[Unit], collectives: Collectives, experts: Collective
         else:
             found += [dense[slot.name] for slot in unit.layout.slots if slot.name in dense]
     return found
+
+
+def _marks(state: Mapping[torch.Tensor, Mapping[str, Any]], whole: Iterable[WholeParam]) -> dict[torch.Tensor, dict[str, Any]]:
+    """Return the marks of the parameters that this rank updates, see ``is_mark``."""
+    marks = {id(param): mark for param, mark in state.items()}
+    own = ((entry.param, marks.get(id(entry.unit.params[entry.unit.layout.slots.index(entry.slot)]))) for entry in whole)
+    return defaultdict(dict, {param: deepcopy(dict(mark)) for param, mark in own if mark})
 
 
 def _parts(unit: Unit) -> dict[str, TpShard]:
