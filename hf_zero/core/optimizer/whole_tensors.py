@@ -232,7 +232,7 @@ def _spread(units: Sequence[Unit], collectives: Collectives, experts: Collective
     return found
 
 
-def _marks(state: Mapping[torch.Tensor, Mapping[str, Any]], whole: Iterable[WholeParam]) -> dict[torch.Tensor, dict[str, Any]]:
+def _marks(state: Mapping[torch.Tensor, Mapping[str, Any]], whole: Iterable[WholeParam]) -> defaultdict[torch.Tensor, Any]:
     """Return the marks of the parameters that this rank updates, see ``is_mark``."""
     marks = {id(param): mark for param, mark in state.items()}
     own = ((entry.param, marks.get(id(entry.unit.params[entry.unit.layout.slots.index(entry.slot)]))) for entry in whole)
