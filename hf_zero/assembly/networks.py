@@ -112,6 +112,12 @@ class Networks:
             size, key, least = self._config.zero_optimization.zero_hpz_partition_size, "zero_optimization.zero_hpz_partition_size", 1
             if size == 1 or self._config.zero_optimization.stage != 3:
                 return topology.world
+            if size > topology.world:  # the default of a program that was written for larger nodes
+                warn_once(
+                    f"{key} is {size}, more than the {topology.world} ranks that parameters are sharded over: it has no effect, because "
+                    "the shards of these ranks are such a copy"
+                )
+                return topology.world
         if size == "node":
             size = self._per_node
             if not size:

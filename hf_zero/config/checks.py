@@ -195,9 +195,9 @@ def _check_shard_group(zero: dict[str, Any], inside: int | str | None, problems:
     elif inside is not None and node > 1:
         text = f"is {show(inside)} and `zero_optimization.zero_hpz_partition_size` is {show(node)}: both keep parameters in a node; set one"
         problems.error("hf_zero.param_shard_size", text)
-    if node > 1 and stage != 3:
-        text = f"is {show(node)} and `zero_optimization.stage` is {stage}, where parameters stay whole; set that to 3, or leave this out"
-        problems.error("zero_optimization.zero_hpz_partition_size", text)
+    if node > 1 and stage != 3:  # programs have a size as a default of theirs, and choose a stage
+        text = f"is {show(node)} and has no effect: `zero_optimization.stage` is {stage}, where each rank keeps whole parameters anyway"
+        problems.warn("zero_optimization.zero_hpz_partition_size", text)
     if size != -1 and size < 1:
         problems.error(
             "zero_optimization.mics_shard_size", f"is {show(size)}; allowed: -1 (one group of all ranks) or a whole number above 0"

@@ -84,12 +84,13 @@ def _same(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert torch.equal(value, found[key]) if isinstance(value, torch.Tensor) else value == found[key], key
 
 
-@pytest.mark.fast_rows("RowScaled-fp16-saved1-loaded1")
+@pytest.mark.fast_rows("RowScaled-fp16-saved1-loaded1", "marks-fp32-saved2-loaded2")
 @pytest.mark.parametrize(
     ("name", "dtype", "saved", "loaded"),
     [
         ("Adafactor groups", "bf16", (3, 3), (1, 2)),
         ("RowScaled", "fp16", (1, 3), (3, 1)),
+        ("marks", "fp32", (3, 2), (1, 2)),
         pytest.param("transformers relative step", "fp32", (2, 2), (0, 2), marks=pytest.mark.slow),
         pytest.param("LAMB", "fp32", (0, 2), (3, 4), marks=pytest.mark.slow),
         pytest.param("8 bit", "fp32", (2, 3), (3, 2), marks=pytest.mark.slow),

@@ -188,6 +188,13 @@ def test_a_rate_of_zero_is_said() -> None:
     assert resolve({**still, "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}}}).warnings == []
 
 
+def test_a_node_size_below_stage_3_is_said() -> None:
+    zero = {"stage": 2, "zero_hpz_partition_size": 8}
+    (warning,) = resolve({"zero_optimization": zero}).warnings
+    assert "zero_hpz_partition_size" in warning and "no effect" in warning
+    assert resolve({"zero_optimization": {**zero, "stage": 3}}).warnings == []
+
+
 def test_experts_that_nothing_divides_are_said() -> None:
     (warning,) = resolve({"expert_parallel": {"enabled": True}}).warnings
     assert "`expert_parallel.autoep_size` is missing; using 1: every rank holds all experts" in warning

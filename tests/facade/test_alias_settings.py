@@ -91,9 +91,8 @@ def test_zero_keys_are_there_with_and_without_their_prefix() -> None:
     assert [DeepSpeedZeroConfig(stage=stage).overlap_comm for stage in (0, 2, 3)] == [False, False, True]
     assert DeepSpeedZeroConfig(overlap_comm=True).overlap_comm and not DeepSpeedZeroConfig(stage=3, overlap_comm=False).overlap_comm
     assert [DeepSpeedZeroConfig(**keys).zero_hpz_partition_size for keys in ({"zero_hpz_partition_size": 4}, {})] == [4, 1]
-    for wrong in ({"stage": 2, "zero_hpz_partition_size": 4}, {"zero_hpz_partition_size": "four"}):
-        with pytest.raises(ConfigError, match="zero_hpz_partition_size"):
-            DeepSpeedZeroConfig(**wrong)
+    with pytest.raises(ConfigError, match="zero_hpz_partition_size"):
+        DeepSpeedZeroConfig(zero_hpz_partition_size="four")
     with pytest.raises(AttributeError, match="no key 'frobnicate'"):
         _ = config.frobnicate
     with pytest.raises(ConfigError, match="stage"):

@@ -288,6 +288,21 @@ def test_optimizer_that_says_it_quantizes_needs_whole_tensors() -> None:
     assert needs_whole_tensors(optimizer)
 
 
+class Marking(torch.optim.SGD):
+    """Element-wise, but the rate depends on a mark that the constructor has given each parameter by its shape."""
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["matrix"] = param.ndim > 1
+
+
+def test_optimizer_that_marks_parameters_needs_whole_tensors() -> None:
+    assert needs_whole_tensors(Marking(params(), lr=0.1))
+    assert not needs_whole_tensors(Marking(params(), lr=0.1), shards_only=True)
+
+
 class Distributed(OwnNorm):
     """Divides the work over ranks itself, as the Muon for several devices does."""
 

@@ -296,6 +296,25 @@ def _refusal(run: Run) -> str:
     return "accepted"
 
 
+def _marked() -> str:
+    from hf_zero.errors import ConfigError
+
+    torch.distributed.barrier()
+    model = CASES["mlp"].build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.state[next(model.parameters())]["of a script"] = True
+    try:
+        initialize(model, Run(stage=2), optimizer=optimizer, model_parameters=None)
+    except ConfigError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_marks_of_parts_of_parameters_are_refused() -> None:
+    for answer in ranks.run_ranks(_marked, 2):
+        assert "AdamW given to initialize() has marks in its state ({'of a script': True})" in answer
+
+
 def test_combinations_that_are_not_provided_are_named(tmp_path: Any) -> None:
     lamb = {"optimizer": {"type": "Lamb", "params": {"lr": 1e-3, "weight_decay": None, "betas": [0.9, 0.99], "eps": 1e-6}}}
     parallel = Run(stage=1, extra={**lamb, "tensor_parallel": {"autotp_size": 2}})

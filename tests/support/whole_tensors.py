@@ -76,6 +76,33 @@ class Momentum8bit(torch.optim.Optimizer):
                 param.sub_(group["lr"] * blocks.flatten()[: param.numel()].view_as(param).sign())
 
 
+class Muon(torch.optim.Optimizer):
+    """Optimizer like Moonlight's Muon, which LLaMA-Factory and ms-swift have: its constructor marks in ``state`` which parameters are
+    matrices for it, and has no argument that takes param groups.
+    """
+
+    def __init__(self, lr: float, muon_params: list[Tensor], adamw_params: list[Tensor]) -> None:
+        super().__init__([*muon_params, *adamw_params], {"lr": lr})
+        for param in [*muon_params, *adamw_params]:
+            self.state[param]["use_muon"] = any(param is other for other in muon_params)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                marked = state["use_muon"]  # an error where the mark is lost
+                if param.grad is None:
+                    continue
+                momentum = state.setdefault("momentum", torch.zeros_like(param)).lerp_(param.grad, 0.1)
+                param.sub_(group["lr"] * momentum / (momentum.norm() if marked else momentum.abs() + 1e-3))
+
+
+def marked_muon(params: list[Tensor]) -> torch.optim.Optimizer:
+    """Return a ``Muon`` for which every second parameter is marked, whatever its shape."""
+    return Muon(1e-2, params[::2], params[1::2])
+
+
 def matrices(model: nn.Module) -> list[Tensor]:
     """Return the matrices alone; freeze the other parameters."""
     for param in model.parameters():
@@ -120,6 +147,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], Groups]] = {
     "RowScaled": (RowScaled, everything),
     "8 bit": (Momentum8bit, everything),
     "LAMB": (lamb, everything),
+    "marks": (marked_muon, everything),
 }
 ALL_TOGETHER = {"Prodigy": (Prodigy, everything)}
 if hasattr(torch.optim, "Muon"):  # since torch 2.9

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 TRIAL_SHAPE = (4, 6)
 TRIAL_STEPS = 3
@@ -148,6 +149,13 @@ def _tried_state(optimizer: torch.optim.Optimizer, group: int, ndim: int) -> tup
         except (Exception, CollectiveError):  # another library's constructor or step may raise any error
             return None
     return dict(built.state.get(param, {})), param
+
+
+def is_mark(state: dict[str, Any]) -> bool:
+    """Return whether a parameter's state is a mark: values that the constructor stored, no tensors and no steps. Moonlight's Muon stores
+    ``use_muon`` there, from two lists of parameters that no param group shows.
+    """
+    return "step" not in state and not any(isinstance(value, Tensor) for value in tree_leaves(state))
 
 
 def state_at_start(optimizer: torch.optim.Optimizer, group: int, param: Tensor) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.core.optimizer.clones import clone
+from hf_zero.core.optimizer.clones import clone, is_mark
 from hf_zero.core.optimizer.master_parts import new_part
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.unit import Unit
@@ -50,12 +50,12 @@ def group_of_params(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> 
 
 
 def _is_fresh(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the optimizer was never stepped. Adagrad fills its state at construction, with step 0; entries without content, which
-    a look at ``state`` has left (``train()`` of schedule-free optimizers), are removed.
+    """Return whether the optimizer was never stepped. Adagrad fills its state at construction, with step 0, and others mark parameters
+    there; entries without content, which a look at ``state`` has left (``train()`` of schedule-free optimizers), are removed.
     """
     for param in [param for param, state in optimizer.state.items() if not state]:
         del optimizer.state[param]
-    return all("step" in state and float(state["step"]) == 0 for state in optimizer.state.values())
+    return all(is_mark(state) or ("step" in state and float(state["step"]) == 0) for state in optimizer.state.values())
 
 
 @dataclass(frozen=True)

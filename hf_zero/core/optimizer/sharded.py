@@ -11,13 +11,13 @@ from weakref import ref
 import torch
 
 from hf_zero.core.optimizer import step_hooks
-from hf_zero.core.optimizer.clones import build_anew, state_at_start
+from hf_zero.core.optimizer.clones import build_anew, is_mark, state_at_start
 from hf_zero.core.optimizer.own_object import OwnObject, once
 from hf_zero.core.optimizer.param_states import ParamStates, SegmentStates
 from hf_zero.core.optimizer.segments import OwnedSegment, Segments, lay_out
 from hf_zero.core.optimizer.state_store import StateStore
 from hf_zero.core.units.unit import Unit, find_unit
-from hf_zero.errors import StateError
+from hf_zero.errors import ConfigError, StateError
 
 T = TypeVar("T")
 
@@ -81,7 +81,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             group["params"] = tensors
         self.state_store.bind(inner, self.units, self.segments)
         if inner.state:  # state that its constructor made for the parameters, which the segments replace
-            inner.state = build_anew(inner, [dict(group) for group in inner.param_groups]).state
+            inner.state = _state_at_start(inner)
             self.state_store.adopt_states()
         watch_parts(self)
 
@@ -296,6 +296,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"ShardedOptimizer({len(self.segments)} segments of {len(self.units)} units, inner={self.inner!r})"
+
+
+def _state_at_start(inner: torch.optim.Optimizer) -> Any:
+    """Return the state of the tensors in the groups of ``inner``: the marks that they have, or what its constructor makes for them.
+
+    Raises:
+        ConfigError: The constructor marked parameters of the model, and the tensors are flat parts of several.
+    """
+    held = {id(tensor) for group in inner.param_groups for tensor in group["params"]}
+    if held.issuperset(map(id, inner.state)):
+        return inner.state
+    if marks := next(filter(is_mark, inner.state.values()), None):
+        raise ConfigError(
+            f"the {type(inner).__name__} given to initialize() has marks in its state ({marks}), but it updates flat parts of several "
+            "parameters here; keep the marks in its param groups"
+        )
+    return build_anew(inner, [dict(group) for group in inner.param_groups]).state
 
 
 def watch_parts(optimizer: ShardedOptimizer) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from hf_zero.comm.collectives import Collectives, Pending
-from hf_zero.core.optimizer.clones import state_at_start
+from hf_zero.core.optimizer.clones import is_mark, state_at_start
 from hf_zero.core.optimizer.owners import Spread, TensorMoves, assign_owners, spread_of, spread_of_experts
 from hf_zero.core.optimizer.param_states import OwnerStates, WholeParam
 from hf_zero.core.optimizer.segments import OwnedSegment, master_of
@@ -60,6 +62,8 @@ class WholeTensorOptimizer(ShardedOptimizer):
         self._by_name: dict[str, WholeParam] = {}
         self._resting: set[str] = set()  # names of parameters that are frozen at present
         self._take_over(inner, units)
+        if inner.state and all(map(is_mark, inner.state.values())):
+            inner.state = _marks(inner.state, self.whole)
         super().__init__(inner, units, state_store)
         self.own.fetch, self.own.send = self._fetch, self._scatter
 
@@ -226,6 +230,13 @@ def _spread(units: Sequence[Unit], collectives: Collectives, experts: Collective
         else:
             found += [dense[slot.name] for slot in unit.layout.slots if slot.name in dense]
     return found
+
+
+def _marks(state: Mapping[torch.Tensor, Mapping[str, Any]], whole: Iterable[WholeParam]) -> defaultdict[torch.Tensor, Any]:
+    """Return the marks of the parameters that this rank updates, see ``is_mark``."""
+    marks = {id(param): mark for param, mark in state.items()}
+    own = ((entry.param, marks.get(id(entry.unit.params[entry.unit.layout.slots.index(entry.slot)]))) for entry in whole)
+    return defaultdict(dict, {param: deepcopy(dict(mark)) for param, mark in own if mark})
 
 
 def _parts(unit: Unit) -> dict[str, TpShard]:
