@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ast
+import re
 
 from tests.support.sources import modules
 
 TELLS = "hf_zero.system.stacks"  # says where a rank is that others wait for; nothing obeys it
 READS = {"_getframe", "_current_frames", "currentframe", "getouterframes", "f_back", "f_locals", "f_globals"}
+NAMED = re.compile("|".join((*sorted(READS), r"inspect\s*\.\s*stack")))  # in the text of a file that need not be parsed without one
 
 
 def reads(source: str) -> list[int]:
     """Lines in which a frame is read."""
+    if not NAMED.search(source):
+        return []
     return [
         node.lineno
         for node in ast.walk(ast.parse(source))
