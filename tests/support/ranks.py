@@ -45,6 +45,8 @@ PRELOAD = (
     *("transformers.trainer", "pytest", "hypothesis", "tests.support.parity", "tests.support.preloaded"),
 )
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+IDLE_CALLS = 8  # calls of other pools after which a pool ends: gloo's thread wakes a hundred times a second in each idle rank
+GLOO_NICENESS = 10
 GRACE_SECONDS = 5.0  # time for the other ranks to report after one rank has failed
 LOG_TAIL_CHARS = 4000
 
@@ -142,6 +144,7 @@ def observe_ranks(
         if pool is not None:
             pool.kill()
         pool = _POOLS[key] = RankPool(world_size)
+    _close_idle(pool)
     outcomes = pool.call(pickle.dumps((function, args)), timeout=timeout, group_timeout=group_timeout, group=group, env=env, grace=grace)
     if not all(outcome.ok for outcome in outcomes):
         pool.kill()
@@ -169,6 +172,16 @@ def close_pools() -> None:
     """End every rank of every pool."""
     while _POOLS:
         _POOLS.popitem()[1].close()
+
+
+def _close_idle(called: RankPool) -> None:
+    """End pools that other calls have left idle; forking a new one takes less time than their threads do."""
+    if _context().get_start_method() != "forkserver":
+        return
+    for key, pool in list(_POOLS.items()):
+        pool.idle = 0 if pool is called else pool.idle + 1
+        if pool.idle > IDLE_CALLS:
+            _POOLS.pop(key).close()
 
 
 class RankPool:
@@ -353,14 +366,19 @@ def _serve(pipe: connection.Connection, rank: int, world_size: int, folder: str)
 
 
 def _share_gloo_thread() -> None:
-    """Make all process groups of this rank use one thread of gloo.
+    """Make all process groups of this rank use one thread of gloo, of lower priority.
 
     Each would start its own thread, which wakes a hundred times a second as long as its group is referenced: after some hundred jobs
-    these threads take more processor time than the tests.
+    these threads take more processor time than the tests. Data that arrive while the rank's main thread has a connection's lock make
+    the thread poll without a pause; where processors are few, it would take the one that the main thread needs to free the lock.
     """
     from torch.distributed import ProcessGroupGloo
 
+    threads = Path("/proc/self/task")  # empty where it is not Linux
+    others = set(threads.glob("*"))
     construct, device = ProcessGroupGloo.__init__, ProcessGroupGloo.create_default_device()
+    for thread in set(threads.glob("*")) - others:
+        os.setpriority(os.PRIO_PROCESS, int(thread.name), GLOO_NICENESS)
 
     def construct_shared(group: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         if os.environ.get("TORCH_GLOO_LAZY_INIT"):  # connects on use, which needs another kind of gloo device
