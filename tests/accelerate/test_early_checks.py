@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from tests.support.processes import Ended, run_forked
+from tests.support.launches import run_warm
+from tests.support.processes import Ended
 
 GOOD = {
     "train_batch_size": "auto",
@@ -109,7 +110,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     for name, config in FILES.items():
         (folder / f"{name}.json").write_text("/* comment */" * (name == "commented") + json.dumps(config))
     imports = "import deepspeed, transformers.training_args, accelerate.commands.launch, hf_zero.integrations.early_checks, hf_zero.zero"
-    return run_forked(CODES, folder, imports, timeout=240, whole_end=False)
+    return run_warm(CODES, folder, imports)
 
 
 def test_all_findings_at_once_with_those_of_transformers(ended: dict[str, Ended]) -> None:

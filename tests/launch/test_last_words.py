@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import Ended, run_forked
+from tests.support.launches import run_warm
+from tests.support.processes import Ended
 
 # Each piece of code is a rank: where torchrun puts the files of two ranks of a node, and what it tells them.
 RANK = """
@@ -49,7 +50,7 @@ FAILURES = {
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     codes = {name: RANK + code for name, code in FAILURES.items()}
-    return run_forked(codes, tmp_path_factory.mktemp("ends"), "import torch, hf_zero.system.last_words", whole_end=False)
+    return run_warm(codes, tmp_path_factory.mktemp("ends"), "import torch, hf_zero.system.last_words")
 
 
 def told(found: Ended) -> tuple[str, int]:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import Ended, environment, run_forked
+from tests.support.launches import run_warm
+from tests.support.processes import Ended, environment
 
 # A launcher that ends as torch's does: with the failures of its ranks, or with the signal that it was sent. What the ranks left is given.
 LAUNCHER = """
@@ -56,9 +57,7 @@ ENDS = {
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     codes = {name: LAUNCHER + code for name, code in ENDS.items()}
-    return run_forked(
-        codes, tmp_path_factory.mktemp("ends"), "import torch.distributed.run, hf_zero.system.launcher_report", whole_end=False
-    )
+    return run_warm(codes, tmp_path_factory.mktemp("ends"), "import torch.distributed.run, hf_zero.system.launcher_report")
 
 
 def test_the_cause_is_the_last_thing_that_is_printed(ended: dict[str, Ended]) -> None:

@@ -8,13 +8,13 @@ import json
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from tests.support import ranks, trainers
-from tests.support.processes import REPO, inside
+from tests.support.processes import REPO, Ended, ended_in, environment, forking_program, inside
 
 
 def accelerate_environment(config: Path, flags: Sequence[str] = ()) -> dict[str, str]:
@@ -72,6 +72,24 @@ def _run(script: Path, words: Sequence[str], folder: Path) -> str:
         if Path(getattr(sys.modules[name], "__file__", None) or "/").is_relative_to(script.parents[1]):
             del sys.modules[name]
     return printed.getvalue()
+
+
+def run_warm(codes: Mapping[str, str], folder: Path, imports: str) -> dict[str, Ended]:
+    """Run pieces of code like ``processes.run_forked`` without the whole end, as forks of the server of ranks.
+
+    The server has imported torch, transformers and nearly all of hf_zero: for codes to which only ``imports`` matter, nothing else.
+    """
+    ranks.run_alone(_play, forking_program(codes, folder, imports, whole_end=False), folder, environment())
+    return ended_in(folder)
+
+
+def _play(program: str, folder: Path, variables: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(REPO)
+    sys.argv = ["-c", str(folder)]
+    with contextlib.suppress(SystemExit):
+        exec(program, {"__name__": "__main__"})
 
 
 def report_of(printed: str) -> Any:

@@ -38,7 +38,9 @@ for name, code in json.load(open(sys.argv[1] + "/codes.json")).items():
     if not children[name]:
         break
 else:
-    print(json.dumps({{name: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for name, child in children.items()}}))
+    statuses = {{name: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for name, child in children.items()}}
+    with open(sys.argv[1] + "/statuses.json", "w") as file:
+        json.dump(statuses, file)
     sys.exit()
 for number in (1, 2):
     os.dup2(os.open(f"{{folder}}/{{number}}", os.O_WRONLY | os.O_CREAT), number)
@@ -141,16 +143,22 @@ def run_forked(
 
     ``whole_end`` False leaves out the end of an interpreter behind its exit handlers: modules and open files are not destroyed.
     """
+    program = forking_program(codes, folder, imports, whole_end)
+    run([sys.executable, "-c", program, str(folder)], cwd=REPO, timeout=timeout)
+    return ended_in(folder)
+
+
+def forking_program(codes: Mapping[str, str], folder: Path, imports: str, whole_end: bool) -> str:
+    """Return the program that forks for each code; its first argument is ``folder``, where it finds them."""
     (folder / "codes.json").write_text(json.dumps({name: textwrap.dedent(code) for name, code in codes.items()}))
-    statuses = json.loads(
-        run(
-            [sys.executable, "-c", FORKING.format(imports=imports, run=RUN if whole_end else RUN_AND_END), str(folder)],
-            cwd=REPO,
-            timeout=timeout,
-        )
-    )
-    printed = {name: [(folder / name / number).read_text() for number in "12"] for name in codes}
-    return {name: Ended(statuses[name], *printed[name], folder / name) for name in codes}
+    return FORKING.format(imports=imports, run=RUN if whole_end else RUN_AND_END)
+
+
+def ended_in(folder: Path) -> dict[str, Ended]:
+    """Return how the codes of the program in ``folder`` have ended."""
+    statuses: dict[str, int] = json.loads((folder / "statuses.json").read_text())
+    printed = {name: [(folder / name / number).read_text() for number in "12"] for name in statuses}
+    return {name: Ended(status, *printed[name], folder / name) for name, status in statuses.items()}
 
 
 def run(command: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout: float = 120.0) -> str:
