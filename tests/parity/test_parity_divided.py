@@ -69,10 +69,9 @@ def check(name: str, run: Run, tp: int, penalties: list[Penalty | type[FromStart
         check_training(lambda: build(name), alike(mixed(name), tp), loss, run, label=f"{penalty} {run}")
 
 
-def over_tensor_parallel_ranks(stages: list[int]) -> None:
-    for stage in stages:
-        kept = [FromStart] if stage < 3 else []  # stage 3 refuses to copy values outside of `GatheredParameters`
-        check(DENSE, with_split_layers(Run(stage, clip=0.5, accumulation=2), 2), 2, [norms, means, by_name, *kept])
+def over_tensor_parallel_ranks(stage: int) -> None:
+    kept = [FromStart] if stage < 3 else []  # stage 3 refuses to copy values outside of `GatheredParameters`
+    check(DENSE, with_split_layers(Run(stage, clip=0.5, accumulation=2), 2), 2, [norms, means, by_name, *kept])
 
 
 def over_experts(stages: list[int]) -> None:
@@ -84,10 +83,12 @@ def over_both() -> None:
     check(EXPERTS, with_split_layers(with_experts(Run(2, clip=0.5), 2), 2), 2, [norms, means])
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_penalties_under_tensor_parallelism(world: int) -> None:
+# Stage 0 is slow here: `test_penalties_on_experts` has it, and stage 2 tells the same of parts.
+@pytest.mark.fast_rows("2-2", "4-3")
+@pytest.mark.parametrize(("world", "stage"), [(2, 0), (2, 2), (4, 3)])
+def test_penalties_under_tensor_parallelism(world: int, stage: int) -> None:
     """On 4 ranks stage 3 shards each part over two ranks."""
-    ranks.run_ranks(over_tensor_parallel_ranks, world, [0, 2] if world == 2 else [3])
+    ranks.run_ranks(over_tensor_parallel_ranks, world, stage)
 
 
 def test_penalties_on_experts() -> None:
