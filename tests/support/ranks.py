@@ -189,6 +189,7 @@ class RankPool:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
+        self.idle = 0  # calls of other pools since the last one of this
         self._folder = tempfile.TemporaryDirectory(prefix="hf_zero_ranks_")
         self._calls = 0
         self._pipes: list[connection.Connection] = []
