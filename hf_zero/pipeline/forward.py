@@ -15,8 +15,9 @@ from torch import nn
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.link import Link
 from hf_zero.core.schedule.forward_hooks import as_written
+from hf_zero.core.units.divided import has_hooks_of_scripts
 from hf_zero.errors import StateError, UnsupportedError
-from hf_zero.observe import log_rank0
+from hf_zero.observe import log_rank0, warn_once
 from hf_zero.pipeline import micro_batches
 from hf_zero.pipeline.micro_batches import IGNORED
 from hf_zero.pipeline.model_stages import Border, ModelStage
@@ -142,6 +143,7 @@ class PipelinedForward:
         results = passes.forward(self._original, parts)
         weights = micro_batches.weights_of(parts, kind.weighs or "sum")
         if torch.is_grad_enabled():
+            self._warn_of_hooks()
             return self._for_training(given, passes, results, weights)
         return self._everywhere(given, micro_batches.merge(results, weights) if self._last else None)
 
@@ -287,6 +289,16 @@ class PipelinedForward:
         value = tensor.detach().contiguous() if self._last else torch.empty(tensor.shape, dtype=tensor.dtype, device=self._own.device)
         self._pipe.broadcast(value, self._source, "result")
         return value
+
+    def _warn_of_hooks(self) -> None:
+        """Warn of hooks on gradients of parameters, which run once for each micro-batch; local."""
+        hooked = (name for name, param in self._own.model.named_parameters() if has_hooks_of_scripts(param))
+        if self.parts > 1 and (name := next(hooked, None)) is not None:
+            warn_once(
+                f"{name}: its hook (register_hook, register_post_accumulate_grad_hook) runs for each of the {self.parts} micro-batches "
+                'of the pipeline, with the gradient of that part: a norm or mean there is not that of the batch. Set "pipeline": '
+                '{"micro_batches": 1}, or change gradients after the backward with hf_zero.utils.safe_set_full_grad'
+            )
 
     def _for_training(self, given: Mapping[str, Any], passes: Passes, results: Sequence[Any], weights: Any) -> Any:
         """Return the result with a graph: the loss at once, other tensors as ``PendingTensor``, fetched when they are used."""

@@ -220,10 +220,14 @@ def hooked() -> list[str]:
     layer = engine.module.model.layers[0]
     for module in (layer.mlp.up_proj, layer.input_layernorm, engine.module.get_input_embeddings()):
         module.register_forward_hook(lambda _module, _args, output: None)
+    layer.self_attn.k_proj.weight.register_hook(lambda grad: grad / grad.norm())
+    layer.input_layernorm.weight.register_hook(lambda grad: grad / grad.norm())
     with messages_of_log() as lines:
         for _ in range(2):
             engine.backward(engine(**mixed(DENSE)(0, 0, 0)).loss)
             engine.step()
+    own = [line for line in lines if "its hook" in line]
+    assert ranks.rank() or (len(own) == 1 and "k_proj.weight: its hook (register_hook" in own[0]), own
     return [line for line in lines if "see this rank's part" in line]
 
 

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.units.layout import UnitState
 from hf_zero.core.units.marks import is_elsewhere, is_part
@@ -194,12 +195,13 @@ class GatheredParameters:
         by_network: dict[int, list[Unit]] = {}
         for unit in held:
             by_network.setdefault(id(unit.collectives.data), []).append(unit)
+        refusals = [_compare(units, held, failed) for units in by_network.values()]
+        refusal = _of_any_group(next((one for one in refusals if one is not None), None), held)
+        if refusal is not None:
+            for unit in held:
+                unit.whole.note_versions()
+            return refusal
         for units in by_network.values():
-            refusal = _compare(units, held, failed)
-            if refusal is not None:
-                for unit in units:
-                    unit.whole.note_versions()
-                return refusal
             for unit in units if not failed else ():
                 _keep(unit, held[unit])
             exchange_changes(units, units[0].collectives.data)
@@ -281,6 +283,18 @@ def _compare(units: Sequence[Unit], held: Mapping[Unit, Sequence[int]], failed: 
         f"{', '.join(names[:5])}: written inside GatheredParameters(...) without modifier_rank, and the ranks have different values now. "
         "Pass modifier_rank=0 to keep what rank 0 wrote, or write the same on all ranks. The changes are dropped"
     )
+
+
+def _of_any_group(refusal: StateError | None, held: Iterable[Unit]) -> StateError | None:
+    """Return ``refusal``, or the error of ranks that hold other parts of the same layers; collective over the ranks that hold layers
+    together. Which experts a context holds may differ between these ranks, so units of experts alone are not compared.
+    """
+    axes = [unit.collectives.topology for unit in held if not unit.collectives.topology.of_experts]
+    layers = next((axis.layers.model for axis in axes if axis.layers.model is not None and axis.data.world > 1), None)
+    if layers is None or not (network := open_collectives(layers)).any_rank(refusal is not None, "gathered parameters"):
+        return refusal
+    texts: list[str] = network.gather_objects(str(refusal or ""), "gathered parameters")
+    return refusal or StateError(next(filter(None, texts)))
 
 
 def checksum(tensor: torch.Tensor) -> int:

@@ -26,7 +26,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from hf_zero.core.units.marks import own_shape, tp_shard_of, whole_shape
+from hf_zero.core.units.marks import is_elsewhere, own_shape, tp_shard_of, whole_shape
 from hf_zero.core.units.parts import REDUCTIONS, SHAPES, WITHOUT_FUNCTION, is_divided, joins, of_whole_shape, part_of
 from hf_zero.core.units.sharded_parameter import WaitingParameter, free_functions
 from hf_zero.errors import StateError, UnsupportedError
@@ -141,9 +141,9 @@ def _rest(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> Non
         if type(param) is DividedParameter:
             param.__class__ = IdlePart  # type: ignore[assignment]
         value = state.get(prefix + leaf)
-        if param is None or type(value) not in (torch.Tensor, nn.Parameter) or not is_divided(param):
+        if param is None or not isinstance(value, torch.Tensor) or type(value) not in (torch.Tensor, nn.Parameter):
             continue
-        if value.shape == whole_shape(param) != own_shape(param):
+        if is_divided(param) and value.shape == whole_shape(param) != own_shape(param):
             state[prefix + leaf] = part_of(param, value)
 
 
@@ -158,6 +158,12 @@ def _is_foreign(hook: Any) -> bool:
     return not str(getattr(hook, "__module__", "")).startswith(("hf_zero.", "torch."))
 
 
+def has_hooks_of_scripts(param: torch.Tensor) -> bool:
+    """Return whether a script or library has registered a hook on the gradient of ``param``."""
+    found: Any = (param._backward_hooks, param._post_accumulate_grad_hooks)
+    return any(_is_foreign(hook) for hooks in found for hook in (hooks or {}).values())
+
+
 def _has_rest(module: nn.Module) -> bool:
     return any(getattr(hook, "hook", hook) is _rest for hook in module._load_state_dict_pre_hooks.values())
 
@@ -170,7 +176,8 @@ class PartsInLoss:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._params = [param for param in module.parameters() if param in joins]
+        # Another stage of a pipeline computes the values of a parameter that is elsewhere.
+        self._params = [param for param in module.parameters() if param in joins and not is_elsewhere(param)]
         self._modules = {id(inner) for inner in module.modules()} if self._params else set()
         self._handles: list[RemovableHandle] = []
         self._owners = []
@@ -190,6 +197,14 @@ class PartsInLoss:
         Raises:
             UnsupportedError: It has.
         """
+        hooked = next((param for param in self._params if has_hooks_of_scripts(param)), None)
+        if hooked is not None:
+            warn_once(
+                f"{joins[hooked][1]}: its hook (register_hook, register_post_accumulate_grad_hook) sees the gradient of this rank's part "
+                f"{tuple(own_shape(hooked))} of "
+                f"{tuple(whole_shape(hooked) or own_shape(hooked))} (tensor parallelism, experts): a norm or mean there is that of the "
+                'part. Change param.grad after the backward, with "hf_zero": {"show_gradients": true}'
+            )
         for inner in self._owners:
             require_own_parts(inner)
             if inner in _partial and any(_is_foreign(hook) for hooks in _hooks_of(inner) for hook in hooks.values()):
@@ -279,10 +294,10 @@ def _gradients(func: Any, args: Any, kwargs: Any) -> Any:
             "torch.autograd.grad was called for a parameter of experts that are divided over ranks (expert_parallel): its gradient "
             "includes the tokens of other ranks' batches. Use another parameter, or remove expert_parallel"
         )
-    joins = {place: joins[inputs[place]][0] for place, part in parts.items() if part is not None}
+    wholes = {place: joins[inputs[place]][0] for place, part in parts.items() if part is not None}
     with WITHOUT_FUNCTION():
         found = func(*args, **kwargs)
-        return tuple(grad if grad is None or place not in joins else joins[place](grad) for place, grad in enumerate(found))
+        return tuple(grad if grad is None or place not in wholes else wholes[place](grad) for place, grad in enumerate(found))
 
 
 @cache

@@ -46,7 +46,8 @@ def mark_join(param: torch.Tensor, join: Join, name: str) -> None:
 
 def is_divided(param: torch.Tensor) -> bool:
     """Return whether this rank's tensor is a part of a parameter, which ``whole_of`` can join; local."""
-    return tp_shard_of(param) is not None and param in joins
+    part = tp_shard_of(param)
+    return part is not None and not part.elsewhere and param in joins
 
 
 def whole_of(param: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
