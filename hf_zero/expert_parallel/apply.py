@@ -147,7 +147,8 @@ def _divide(layer: ExpertLayer, shares: Shares) -> None:
 def _join_for_losses(layer: ExpertLayer, shares: Shares) -> None:
     """Let a loss read all experts of the parameters of ``layer``."""
     counts = shares.shared is None or shares.shared.collectives.rank == 0
-    for name, param in layer.module.named_parameters():
+    adapted = chain.from_iterable(wrapper.named_parameters(recurse=True) for wrapper in getattr(layer, "adapters", ()))
+    for name, param in chain(adapted, layer.module.named_parameters()):
         part = tp_shard_of(param)
         if part is not None and part.expert and not part.elsewhere:
             path = f"{layer.path}.{name}"

@@ -90,7 +90,7 @@ class SameDraws:
 
     def __init__(self, module: nn.Module, collectives: Collectives) -> None:
         self._module, self._collectives = module, collectives
-        self._number, self._before, self._drawn = 0, -1, False
+        self._number, self._before, self.drew = 0, -1, False
 
     def look(self, begins: bool) -> None:
         """Record the random state at the beginning or the end of a forward of the model; local."""
@@ -103,24 +103,31 @@ class SameDraws:
         if begins:
             self._number, self._before = zlib.crc32(state.to_bytes(4, "big"), self._number), state
         else:
-            self._drawn |= self._before not in (-1, state)
+            self.drew |= self._before not in (-1, state)
 
-    def refusal(self) -> str:
-        """Return the text of an error if forwards since the last call have drawn different random numbers on the ranks of the group; ""
-        otherwise. Collective; makes different states equal.
+    def require_same(self, drawn: bool, everyone: Collectives) -> None:
+        """Raise if forwards since the last call had different random states on the ranks of a group; makes these states equal. Collective
+        if ``drawn``.
+
+        Args:
+            drawn: Whether one of the ranks has drawn random numbers in these forwards; the same on all ranks.
+            everyone: Network of all ranks of the engine.
+
+        Raises:
+            StateError: On all ranks.
         """
-        if self._collectives.pretended:
-            return ""
-        number, drawn = self._number & 0xFFFFFF, int(self._drawn)  # a vote has 24 bits
-        self._number, self._drawn = 0, False
-        most, least, drawn_by_any = self._collectives.largest_of([number, -number, drawn], "random states")
-        if most == -least:
-            return ""
-        equal_random_state(self._collectives)
-        if not drawn_by_any:
-            return ""
-        ranks = ", ".join(map(str, self._collectives.topology.ranks))
-        return (
+        number, self._number, self.drew = self._number & 0xFFFFFF, 0, False  # a vote has 24 bits
+        if not drawn or self._collectives.pretended:
+            return
+        most, least = self._collectives.largest_of([number, -number], "random states")
+        differs = most != -least
+        if differs:
+            equal_random_state(self._collectives)
+        if not everyone.any_rank(differs, "random states"):
+            return
+        groups: list[tuple[int, ...]] = everyone.gather_objects(self._collectives.topology.ranks if differs else (), "random states")
+        ranks = ", ".join(map(str, next(filter(None, groups))))
+        raise StateError(
             f"the ranks {ranks}, which hold layers together (tensor_parallel.autotp_size), had different random states in a forward of "
             "this step, which drew random numbers (dropout), so they would train different models. Give the ranks of a group the same seed "
             "(global rank // autotp_size may be a part of it, the global rank may not), and draw numbers on all of them alike. Their "

@@ -318,7 +318,7 @@ def _shown_pieces(inner: torch.optim.Optimizer) -> Iterator[None]:
     """Let the gradients of pieces of flat shards warn of norms inside the ``with``."""
     params = [param for group in inner.param_groups for param in group["params"]]
     for param in params:
-        if param.grad is not None:
+        if type(param.grad) is torch.Tensor:
             param.grad = warns_of_norms(
                 param.grad,
                 "a gradient in a step pre-hook is that of a piece: the tensors in optimizer.param_groups are pieces of this rank's flat "

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from hf_zero.activation_checkpointing.host_activations import HostActivations, mark_residents, moves_to_host
+from hf_zero.comm.collectives import Collectives
 from hf_zero.core.schedule.backward_phase import BackwardPhase, release_held
 from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.forward_hooks import RAISED, ForwardHooks
@@ -123,11 +124,17 @@ class Handle(Protocol):
 class Draws(Protocol):
     """Comparison of the random numbers that ranks which hold layers together draw in forwards."""
 
+    @property
+    def drew(self) -> bool:
+        """Return whether a forward has drawn random numbers since the last step; local."""
+
     def look(self, begins: bool) -> None:
         """Record the random state at the beginning or the end of a forward of the model; local."""
 
-    def refusal(self) -> str:
-        """Return the text of an error if the ranks have drawn different numbers since the last call; "" otherwise. Collective."""
+    def require_same(self, drawn: bool, everyone: Collectives) -> None:
+        """Raise on all ranks if some have drawn other numbers than the ranks that hold layers together with them since the last call;
+        ``drawn``: a rank has drawn some. Collective then.
+        """
 
 
 class Runtime:

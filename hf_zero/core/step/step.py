@@ -229,21 +229,23 @@ class Stepper:
         """
         own, units = self.optimizer.own, self.runtime.units()
         own.parts.take(forward=False)
-        drawn = self.runtime.draws.refusal() if self.runtime.draws is not None else ""
-        refused = refused or own.parts.refusal() or own.foreign_states() or saved_empty(units) or drawn
+        refused = refused or own.parts.refusal() or own.foreign_states() or saved_empty(units)
         look = WrittenValues(units, self.collectives.data, self.everyone, self.runtime.idle, refused)
         alike = [_STEPS, same_pace(self.runtime.micro_steps), *look.alike(), self.trained.alike()]
         written = _WRITTEN if have_written(self.reducer) else _CHANGED if self._has_changed() else 0
         written = _REFUSED if look.refused else _ADDED if self.reducer.added_to else written
-        late = [int(not self._can_skip_late())] * self._may_skip_late
-        answers = [written, signals.heard(), int(self.trained.waits()), *late, *look.noted]
+        late, draws = [int(not self._can_skip_late())] * self._may_skip_late, self.runtime.draws
+        drew = [int(draws.drew)] if draws is not None else []
+        answers = [written, signals.heard(), int(self.trained.waits()), *late, *drew, *look.noted]
         if self.everyone.world > 1:
             answers = agree(self.everyone, [*alike, same_groups(self.optimizer.inner), same_clipping(self.settings.max_norm)], answers)
-        waits, noted = answers[_ANSWERS : _ANSWERS + len(late)], answers[_ANSWERS + len(late) :]
-        look.settle([answers[0] == _REFUSED, *noted], self.everyone)
+        first, last = _ANSWERS + len(late), _ANSWERS + len(late) + len(drew)
+        look.settle([answers[0] == _REFUSED, *answers[last:]], self.everyone)
+        if draws is not None:
+            draws.require_same(any(answers[first:last]), self.everyone)
         if answers[0] == _ADDED:
             refuse_added(self.reducer, self.everyone)
-        return Agreed(answers[0] >= _WRITTEN, answers[1], bool(answers[2]), answers[0] >= _CHANGED, waits != [0])
+        return Agreed(answers[0] >= _WRITTEN, answers[1], bool(answers[2]), answers[0] >= _CHANGED, answers[_ANSWERS:first] != [0])
 
     def meet(self, what: str) -> None:
         """Wait for all ranks before a collective operation that the script begins, between backward and step; collective, on the host.
@@ -252,8 +254,8 @@ class Stepper:
             StateError: On every rank, if some ranks do something else.
         """
         if self.everyone.world > 1:
-            count = _ANSWERS + self._may_skip_late + parts_differ(self.collectives.data, self.everyone)
-            agree(self.everyone, [same_call(what)], [0] * count)
+            more = (self._may_skip_late, self.runtime.draws is not None, parts_differ(self.collectives.data, self.everyone))
+            agree(self.everyone, [same_call(what)], [0] * (_ANSWERS + sum(more)))
 
     def _has_changed(self) -> bool:
         """Return whether the gradients have changed since ``measure`` took their norm, or may have; local."""
@@ -261,9 +263,7 @@ class Stepper:
         return lent or self._measured is None or not self._measured.is_of(self.reduced(), self.runtime.micro_steps)
 
     def signal_of_any(self) -> int:
-        """Return the number of a signal that some rank has received, outside of a step; 0 for none. Collective, on the host; waits for
-        every rank.
-        """
+        """Return the number of a signal that some rank has received, outside of a step; 0 for none. Collective; waits for all ranks."""
         return int(self.everyone.largest_of([signals.heard()], "signals")[0])
 
     def measure(self) -> torch.Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import hf_zero
 from hf_zero import utils
+from hf_zero.core.units.marks import is_elsewhere
 from hf_zero.core.units.parts import part_of, whole_of
 from tests.parity.fuzzer import model as script_model
 from tests.parity.fuzzer.grammar import Cell
@@ -41,6 +42,8 @@ def config_of(cell: Cell) -> dict[str, Any]:
     if cell.split > 1:
         specs = [{"patterns": [r"\.up$"], "partition_type": "column"}, {"patterns": [r"\.down$"], "partition_type": "row"}]
         config["tensor_parallel"] = {"autotp_size": cell.split, "partition_config": {"use_default_specs": False, "layer_specs": specs}}
+    if cell.stages > 1:
+        config["pipeline"] = {"stages": cell.stages}
     return config
 
 
@@ -182,6 +185,8 @@ class Zero(Side):
 
     def write(self, param: str, how: str) -> Seen:
         parameter = self.model.get_parameter(param)
+        if is_elsewhere(parameter):
+            return {}
         script_model.write(parameter, how, self._noise(param, parameter, 1))
         return {}
 
@@ -229,27 +234,37 @@ class Zero(Side):
 
     def write_grad(self, param: str, who: Any) -> Seen:
         parameter = self.model.get_parameter(param)
+        if is_elsewhere(parameter):
+            return {}
         if who in ("all", self.rank):
             parameter.grad = self._noise(f"{param} {self.place}", parameter, 3).to(self.dtype)
         return {}
 
     def set_grad(self, param: str) -> Seen:
         parameter = self.model.get_parameter(param)
+        if is_elsewhere(parameter):
+            return {}
         utils.safe_set_full_grad(parameter, noise(param, script_model.shape_of(parameter), 4))
         return {}
 
     def get_grad(self, param: str) -> Seen:
         parameter = self.model.get_parameter(param)
+        if is_elsewhere(parameter):
+            return {}
         found = utils.safe_get_full_grad(parameter)
         return {"gradient": torch.zeros(script_model.shape_of(parameter)) if found is None else found.float()}
 
     def set_master(self, param: str) -> Seen:
         parameter = self.model.get_parameter(param)
+        if is_elsewhere(parameter):
+            return {}
         utils.safe_set_full_fp32_param(parameter, noise(param, script_model.shape_of(parameter), 5))
         return {}
 
     def get_master(self, param: str) -> Seen:
         parameter = self.model.get_parameter(param)
+        if is_elsewhere(parameter):
+            return {}
         found = utils.safe_get_full_fp32_param(parameter)
         if not parameter.requires_grad:
             return {}
@@ -260,6 +275,8 @@ class Zero(Side):
 
     def set_moments(self, param: str) -> Seen:
         parameter = self.model.get_parameter(param)
+        if is_elsewhere(parameter):
+            return {}
         for key, value in new_moments(param, script_model.shape_of(parameter)).items():
             utils.safe_set_full_optimizer_state(parameter, value, key)
         return {}
@@ -280,7 +297,8 @@ class Zero(Side):
         """Return complete parameters by name; collective."""
         named = dict(self.model.named_parameters())
         with hf_zero.zero.GatheredParameters(list(named.values())):
-            return {name: whole_of(parameter, parameter.detach().clone()) for name, parameter in named.items()}
+            here = {name: parameter for name, parameter in named.items() if not is_elsewhere(parameter)}
+            return {name: whole_of(parameter, parameter.detach().clone()) for name, parameter in here.items()}
 
     def masters(self) -> dict[str, Tensor]:
         """Return the complete masters of trained parameters, by name; collective."""

@@ -27,6 +27,7 @@ class Cell:
         dtype: "fp32" or "bf16".
         ranks: Number of ranks.
         split: Number of ranks that hold each layer together, and have the same batches (tensor parallelism).
+        stages: Number of stages of a pipeline, each on other ranks.
         accumulation: Micro-steps per optimizer step.
         clip: Largest norm of all gradients; 0 is off.
         frozen: Layer that is frozen when the engine is made, or "none".
@@ -43,6 +44,7 @@ class Cell:
     dtype: str = "fp32"
     ranks: int = 1
     split: int = 1
+    stages: int = 1
     accumulation: int = 1
     clip: float = 0.0
     frozen: str = "none"
@@ -57,7 +59,11 @@ class Cell:
     @property
     def batches(self) -> int:
         """Return the number of different batches of a micro-step."""
-        return self.ranks // self.split
+        return self.ranks // self.split // self.stages
+
+    def place(self, rank: int) -> int:
+        """Return the position of ``rank`` among the ranks of its stage with different batches."""
+        return rank % (self.ranks // self.stages) // self.split
 
 
 # Values of each field; the first is the simplest one.
@@ -169,6 +175,8 @@ KINDS: dict[str, Kind] = {
 }
 
 
+# They read or write layers of other stages, or add some.
+_NOT_IN_STAGES = ("compute", "penalty", "average", "average_in", "swa", "gather_write", "add_adapter", "remove_adapter")
 # What must have been done before.
 NEEDS = {
     "load": Operation("save"),
@@ -230,7 +238,7 @@ class Course:
             "bad_save": between,
             "gather_write": cell.ranks > 1 or operation.get("modifier") != 1,
         }
-        if cell.split > 1 and not self._fits_split_layers(operation):
+        if cell.split > 1 and not self._fits_split_layers(operation) or cell.stages > 1 and not self._fits_stages(operation):
             return False
         # Reentrant recomputation has no gradients where its input needs none.
         if not makes_sense.get(name, True) or cell.recompute == "pieces" and "embed" in (layer, cell.frozen):
@@ -249,6 +257,11 @@ class Course:
             return not (alone and operation.get("param") in DIVIDED)  # each rank writes its part
         # A rank that leaves a forward alone is waited for; without gradients a script sees parts of parameters.
         return name != "compute" and not (name == "fail_forward" and alone)
+
+    def _fits_stages(self, operation: Operation) -> bool:
+        """Return whether ``operation`` is one that documents allow where ranks hold the layers of their stage alone."""
+        alone = operation.get("who") not in ("all", None)
+        return operation.name not in _NOT_IN_STAGES and not (operation.name.startswith("fail") and alone)
 
 
 def valid(script: Script) -> bool:

@@ -126,7 +126,7 @@ class Side:
 
     def __init__(self, cell: Cell, rank: int) -> None:
         self.cell, self.rank = cell, rank
-        self.place = rank // cell.split  # among the ranks with different batches
+        self.place = cell.place(rank)
         self.dtype = DTYPES[cell.dtype]
         self.model = build(cell)
         self.shadow: dict[str, Tensor] = {}  # averages of parameters by name

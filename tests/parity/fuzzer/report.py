@@ -45,11 +45,15 @@ def everywhere(script: Script) -> list[Script]:
     return [script._replace(cell=replace(script.cell, stage=cell.stage, dtype=cell.dtype, ranks=cell.ranks)) for cell in CELLS]
 
 
-def split_over(script: Script, split: int) -> Script:
-    """Return the script with as many groups of ranks as it has ranks, each of which holds layers together, without what makes no sense
-    there; in fp32, because 16-bit sums over a group are rounded otherwise than those of one rank.
+def split_over(script: Script, split: int = 1, stages: int = 1) -> Script:
+    """Return the script with as many groups of ranks as it has ranks, each of which holds one model, without what makes no sense there.
+
+    In fp32, because 16-bit sums over a group are rounded otherwise than those of one rank. Stages have buffers of their own, and run the
+    layers that they have recomputed in other pieces.
     """
-    cell = replace(script.cell, ranks=script.cell.ranks * split, split=split, dtype="fp32")
+    cell = replace(script.cell, ranks=script.cell.ranks * split * stages, split=split, stages=stages, dtype="fp32")
+    if stages > 1:
+        cell = replace(cell, buffers=0, recompute="none", stage=min(cell.stage, 1))
     return script._replace(cell=cell, operations=tuple(keep_valid(script._replace(cell=cell))))
 
 
@@ -187,8 +191,8 @@ def _table(arguments: argparse.Namespace) -> None:
 
 def _explore(arguments: argparse.Namespace) -> None:
     drawn = draw(arguments.count, arguments.seed)
-    if arguments.split > 1:
-        drawn = [split_over(script, arguments.split) for script in drawn]
+    if arguments.split * arguments.stages > 1:
+        drawn = [split_over(script, arguments.split, arguments.stages) for script in drawn]
     if arguments.skip_known:
         from tests.parity.fuzzer.known import without_known
 
@@ -217,6 +221,7 @@ def main() -> None:
     explore.add_argument("--count", type=int, default=100)
     explore.add_argument("--seed", type=int, default=None)
     explore.add_argument("--split", type=int, default=1, help="ranks that hold each layer together")
+    explore.add_argument("--stages", type=int, default=1, help="stages of a pipeline")
     explore.add_argument("--skip-known", action="store_true", help="leave out what KNOWN_OPEN has")
     explore.add_argument("--as-drawn", action="store_true", help="failures are not made small")
     explore.set_defaults(call=_explore)
