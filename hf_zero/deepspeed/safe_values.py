@@ -17,6 +17,7 @@ from hf_zero.core.schedule.read_gradients import ShownGradients
 from hf_zero.core.step.precision import LossScaler
 from hf_zero.core.step.trained_set import TrainedUnits
 from hf_zero.core.step.written import write_gradient, written_gradient
+from hf_zero.core.units.marks import stages_of
 from hf_zero.core.units.parts import part_of, whole_of
 from hf_zero.core.units.unit import Unit, find_unit
 from hf_zero.core.units.values import adopt_present_writes, all_gather_updated, publish
@@ -108,7 +109,8 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
         forward, see [Note: gradients after a step].
 
     Raises:
-        StateError: A script has written a gradient to ``param.grad`` that the step would refuse; on every rank.
+        StateError: A script has written a gradient to ``param.grad`` that the step would refuse; on every rank. In the middle of an
+            accumulation, for a parameter that several stages of a pipeline hold; on these.
     """
     owner = _find(param)
     if owner is None:
@@ -120,6 +122,11 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     grad = grad if grad is not None else _summed(training, *owner)
     if grad is None:
         return training.shown.reads.of_last_step(*owner)
+    if stages_of(param) and not training.shown.reads.complete:
+        raise StateError(
+            f"safe_get_full_grad of {owner[0].layout.slots[owner[1]].name}: several stages of the pipeline hold this parameter, and their "
+            "gradients are added up with the backward that completes an optimizer step: read it after that backward"
+        )
     return whole_of(param, grad if training.scaler.scale == 1.0 else grad / training.scaler.scale)
 
 

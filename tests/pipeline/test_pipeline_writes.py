@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import hf_zero
+from hf_zero.errors import StateError
 from tests.support import parity, ranks
 from tests.support.models import CASES
 from tests.support.parity import Run
@@ -55,6 +56,28 @@ def test_write_that_differs_between_stages_is_an_error_on_all_ranks(job: Any, sa
     with pytest.raises(RankError) as error:
         run_ranks(job, 2, not same)
     assert all(f"parameter {TIED} was written on rank(s)" in outcome.text for outcome in error.value.outcomes)
+
+
+def tied_gradient() -> None:
+    """Read the gradient of the table, to which both stages add: as plain PyTorch has it when the step's backwards are done, before that an
+    error.
+    """
+    engine = parity.initialize(CASES["gpt2"].build(), Run(1, accumulation=2, extra=PIPELINE))
+    param, plain = engine.module.get_parameter(TIED), CASES["gpt2"].build().to(ranks.device())
+    for micro in range(2):
+        batch = CASES["gpt2"].rows(0, micro, 0)
+        (CASES["gpt2"].forward(plain, batch) / 2).backward()
+        engine.backward(CASES["gpt2"].forward(engine, batch))
+        if micro == 0:
+            with pytest.raises(StateError, match="several stages of the pipeline hold this parameter"):
+                hf_zero.utils.safe_get_full_grad(param)
+        else:
+            torch.testing.assert_close(hf_zero.utils.safe_get_full_grad(param), plain.get_parameter(TIED).grad, atol=1e-6, rtol=1e-5)
+        engine.step()
+
+
+def test_gradient_of_a_tied_weight_is_that_of_all_stages() -> None:
+    run_ranks(tied_gradient, 2)
 
 
 def refused_write(folder: str) -> None:

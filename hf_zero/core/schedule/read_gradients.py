@@ -65,6 +65,11 @@ class ReadGradients:
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # gradients of the last step, by id of the unit, and factors
         self._warned = set[bool]()  # whether the gradients were complete when a warning was given
 
+    @property
+    def complete(self) -> bool:
+        """Return whether the waiting gradients complete an optimizer step; local."""
+        return self._complete
+
     def open(self, complete: bool) -> None:
         """Serve reads from now on: a backward has ended. ``complete``: its gradients complete an optimizer step. Local."""
         self._complete = complete

@@ -175,8 +175,22 @@ KINDS: dict[str, Kind] = {
 }
 
 
-# They read or write layers of other stages, or add some.
-_NOT_IN_STAGES = ("compute", "penalty", "average", "average_in", "swa", "gather_write", "add_adapter", "remove_adapter")
+# They read or write layers of other stages, add some, or raise on one stage while the others wait for it.
+_NOT_IN_STAGES = frozenset(
+    [
+        "compute",
+        "penalty",
+        "average",
+        "average_in",
+        "swa",
+        "gather_write",
+        "add_adapter",
+        "remove_adapter",
+        "fail_forward",
+        "fail_backward",
+        "set_moments",
+    ]
+)
 # What must have been done before.
 NEEDS = {
     "load": Operation("save"),
@@ -260,13 +274,13 @@ class Course:
 
     def _fits_stages(self, operation: Operation) -> bool:
         """Return whether ``operation`` is one that documents allow where ranks hold the layers of their stage alone."""
-        alone = operation.get("who") not in ("all", None)
-        return operation.name not in _NOT_IN_STAGES and not (operation.name.startswith("fail") and alone)
+        sums = self.cell.accumulation > 1 and operation.name == "get_grad"  # those of stages that hold one weight are added at the end
+        return operation.name not in _NOT_IN_STAGES and not sums
 
 
 def valid(script: Script) -> bool:
     """Return whether every operation makes sense at its place: a load comes after its save, a removal after the addition, and so on."""
-    return keep_valid(script) == list(script.operations)
+    return script.cell.batches > 0 and keep_valid(script) == list(script.operations)
 
 
 # -- text ----------------------------------------------------------------------------------------------------------------

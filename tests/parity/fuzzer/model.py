@@ -87,11 +87,11 @@ class ScriptModel(nn.Module):
             self.register_buffer("squares", torch.ones(WIDTH))
             self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
-        hidden = self.embed(tokens)
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        hidden = self.embed(input_ids)
         if self.has_buffers:
             hidden = self._through_buffers(hidden)
-        pieces = 1 + int(tokens[0, 0]) % 2
+        pieces = 1 + int(input_ids[0, 0]) % 2
         for block in self.blocks:
             hidden = block(hidden, pieces)
         logits = self.head(hidden).float()
