@@ -99,6 +99,7 @@ class PipelinedForward:
         self._source = own.placement.rank_of(own.placement.stages - 1)
         self._last = self._source == own.rank
         self._shapes = ResultShapes(pipe, self._source)
+        self._named: list[tuple[str, nn.Parameter]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelinedForward:
         raise StateError(
@@ -292,8 +293,10 @@ class PipelinedForward:
 
     def _warn_of_hooks(self) -> None:
         """Warn of hooks on gradients of parameters, which run once for each micro-batch; local."""
-        hooked = (name for name, param in self._own.model.named_parameters() if has_hooks_of_scripts(param))
-        if self.parts > 1 and (name := next(hooked, None)) is not None:
+        if self.parts == 1:
+            return
+        self._named = self._named or list(self._own.model.named_parameters())  # no parameter can be added to a divided model
+        if (name := next((name for name, param in self._named if has_hooks_of_scripts(param)), None)) is not None:
             warn_once(
                 f"{name}: its hook (register_hook, register_post_accumulate_grad_hook) runs for each of the {self.parts} micro-batches "
                 'of the pipeline, with the gradient of that part: a norm or mean there is not that of the batch. Set "pipeline": '

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 import hf_zero
+from hf_zero import observe
 from hf_zero.errors import StateError
 from tests.support import parity, ranks
+from tests.support.logged import messages_of_log
 from tests.support.models import CASES
 from tests.support.parity import Run
 from tests.support.ranks import RankError, run_ranks
@@ -78,6 +80,23 @@ def tied_gradient() -> None:
 
 def test_gradient_of_a_tied_weight_is_that_of_all_stages() -> None:
     run_ranks(tied_gradient, 2)
+
+
+def hooked_gradient() -> list[str]:
+    """Return the warnings of a training with a hook on a parameter's gradient."""
+    engine = initialize()
+    observe._warned.clear()
+    engine.module.get_parameter("transformer.h.0.mlp.c_fc.weight").register_hook(lambda grad: grad / grad.norm())
+    with messages_of_log() as lines:
+        for _ in range(2):
+            backward(engine)
+            engine.step()
+    return [line for line in lines if "runs for each of the 2 micro-batches" in line]
+
+
+def test_hooks_on_gradients_get_a_warning() -> None:
+    (line,) = run_ranks(hooked_gradient, 2)[0]
+    assert "h.0.mlp.c_fc.weight: its hook" in line
 
 
 def refused_write(folder: str) -> None:
