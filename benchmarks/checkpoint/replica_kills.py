@@ -2,6 +2,7 @@
 
     python -m benchmarks.checkpoint.replica_kills --kills 60 --seed 1              # needs torchft; nodes need root (network namespaces)
     python -m benchmarks.checkpoint.replica_kills --kills 8 --nodes 0 --groups 2   # quick check
+    python -m benchmarks.checkpoint.replica_kills --kills 9 --nodes 3 --groups 2 --hidden 8192 --heartbeat 2000    # 67 M parameters
 
 ``--groups`` replica groups of two gloo ranks train a small model. Deaths are drawn from the seed: which group and rank, after how many
 steps of its process, at which place of a step (``PLACES`` of tests/replica_groups/group_run.py), and what dies: the rank, its launcher,
@@ -87,9 +88,11 @@ def main() -> None:
     parser.add_argument("--per-run", type=int, default=20, help="kills of one run")
     parser.add_argument("--every", type=int, default=4, help="steps between two checkpoints of the job that restarts from the disk")
     parser.add_argument("--heartbeat", type=int, default=1000, help="milliseconds of silence after which a group is left out")
+    parser.add_argument("--hidden", type=int, help="width of the model's hidden layers; such a model is not compared with plain PyTorch")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     chance = random.Random(options.seed)
+    wide = {"hidden": options.hidden} if options.hidden else {}
     others: dict[str, list[float]] = {"rank": [], "agent": [], "node": []}
     back: dict[str, list[float]] = {"rank": [], "agent": [], "node": []}
     disk: list[float] = []
@@ -100,7 +103,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             # A machine with other work may keep a group silent for so long: it ends with an error, and is started again.
-            plan = {**plan_of(chance, kills, of_nodes, options.groups), "heartbeat": options.heartbeat, "failures": kills}
+            plan = {**plan_of(chance, kills, of_nodes, options.groups), "heartbeat": options.heartbeat, "failures": kills, **wide}
             plan["timeout"] = 4 * options.heartbeat // 1000
             plan["limit"] *= 4
             run(plan, folder)
@@ -118,7 +121,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         death = {"rank": 1, "after": options.every // 2, "place": "backward", "kind": "rank"}
         plan = plan_of(chance, 1, 0, 1)
-        run({**plan, "ranks": 2, "steps": 40, "deaths": {"0": [death] * 8}, "disk": options.every, "stage": 3}, Path(name))
+        run({**plan, "ranks": 2, "steps": 40, "deaths": {"0": [death] * 8}, "disk": options.every, "stage": 3, **wide}, Path(name))
         disk = restart_times(Path(name))
     columns = ["after the death of a", "kills", "median", "least", "most"]
     rows = [row(f"{kind}: the next step of the others", others[kind]) for kind in others]

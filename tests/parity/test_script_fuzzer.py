@@ -9,7 +9,7 @@ import pytest
 
 from tests.parity.fuzzer.grammar import Script, keep_valid, parse, valid
 from tests.parity.fuzzer.known import KNOWN_OPEN, Known, known, mended, without_known
-from tests.parity.fuzzer.report import draw, shrink, split_over
+from tests.parity.fuzzer.report import among_experts, draw, shrink, split_over
 from tests.parity.fuzzer.verdict import Verdict, verdicts_of
 
 SHOWN = 5  # failures that are made small
@@ -46,6 +46,24 @@ def test_scripts_that_failed_once_over_split_layers() -> None:
         "cell stage=3 ranks=4 split=2; gather_write param=blocks.1.gain modifier=none who=0; forward data=0; backward; step",
     )
     assert [verdict.word for verdict in verdicts_of([parse(text) for text in texts])] == ["equal"] * 5 + ["refused"] * 2
+
+
+def test_drawn_scripts_over_experts() -> None:
+    _check([among_experts(without_known(script), 2, ("listed", "stacked")[place % 2]) for place, script in enumerate(draw(10))])
+
+
+def test_scripts_that_failed_once_over_experts() -> None:
+    """A module of a list of experts is whole on the ranks that hold it; the other ranks must learn of an error there too."""
+    param = "blocks.1.mixture.experts.2.weight"
+    text = f"cell stage=1 ranks=4 experts=2 mixture=listed; gather_write param={param} modifier=0 who=0; forward data=0; backward; step"
+    assert [verdict.word for verdict in verdicts_of([parse(text)])] == ["refused"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(4000)
+def test_many_drawn_scripts_over_experts() -> None:
+    for mixture in ("listed", "stacked"):
+        _check([among_experts(without_known(script), 2, mixture) for script in draw(300)])
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ Keys of a plan:
 * ``failures``: errors after which a launcher still starts its group again; ``heartbeat``: milliseconds of silence until the lighthouse
   leaves a group out.
 * ``alone``: steps that the other groups take while one is away, before they wait for it. No group dies while another is away.
+* ``hidden``: width of the model's hidden layers; 16 if left out.
 * ``disk``: without replica groups, steps between two checkpoints in ``FOLDER/disk``.
 """
 
@@ -52,12 +53,12 @@ class Samples(Dataset[dict[str, torch.Tensor]]):
 
 
 class Model(nn.Module):
-    """A small model, with the same weights each time."""
+    """A model with the same weights each time, small unless ``hidden``, the width of its hidden layers, is large."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int = 16) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.layers = nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.layers = nn.Sequential(nn.Linear(WIDTH, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh(), nn.Linear(hidden, 1))
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the loss."""
@@ -287,7 +288,7 @@ def _loader(plan: dict[str, Any], rank: int | None) -> DataLoader[Any]:
 def _loop(plan: dict[str, Any], folder: Path, deaths: Deaths) -> Any:
     import hf_zero
 
-    engine, *_ = hf_zero.initialize(model=Model(), config=config(plan))
+    engine, *_ = hf_zero.initialize(model=Model(plan.get("hidden", 16)), config=config(plan))
     loader: Any = _loader(plan, deaths.rank)
     if plan.get("disk"):
         engine.load_checkpoint(folder / "disk")
@@ -311,7 +312,7 @@ def _accelerate(plan: dict[str, Any], folder: Path, deaths: Deaths) -> Any:
 
     settings = {key: value for key, value in config(plan).items() if key not in ("optimizer", "scheduler")}
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings), gradient_accumulation_steps=plan["accumulation"])
-    model = Model()
+    model = Model(plan.get("hidden", 16))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9 ** (step / plan["ranks"]))  # stepped once per rank
     engine, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, _loader(plan, None), scheduler)
@@ -351,7 +352,7 @@ def _trainer(plan: dict[str, Any], folder: Path, deaths: Deaths) -> Any:
         max_steps=plan["steps"], learning_rate=LR, weight_decay=0.01, max_grad_norm=0.5, lr_scheduler_type="constant", deepspeed=settings,
         report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True, use_cpu=True, remove_unused_columns=False,
     )  # fmt: skip
-    trainer = Sampled(Model(), args, train_dataset=Samples(), callbacks=[Watch()])
+    trainer = Sampled(Model(plan.get("hidden", 16)), args, train_dataset=Samples(), callbacks=[Watch()])
     trainer.train()
     (folder / f"trainer-{deaths.group}-{deaths.rank}.json").write_text(
         json.dumps({"global_step": trainer.state.global_step, "logged": [line["step"] for line in trainer.state.log_history]})

@@ -189,9 +189,9 @@ def is_elsewhere(param: torch.Tensor) -> bool:
 
 
 def is_part(param: torch.Tensor) -> bool:
-    """Return whether this rank has only a part of ``param``."""
+    """Return whether ranks divide ``param``; a module of a list of experts is whole on some of them."""
     part = tp_shard_of(param)
-    return part is not None and sum(run.numel for run in part.ranges) < part.full_shape[part.dim]
+    return part is not None and (part.expert or sum(run.numel for run in part.ranges) < part.full_shape[part.dim])
 
 
 def stages_of(param: torch.Tensor) -> tuple[int, ...]:

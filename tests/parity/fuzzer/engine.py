@@ -44,6 +44,8 @@ def config_of(cell: Cell) -> dict[str, Any]:
         config["tensor_parallel"] = {"autotp_size": cell.split, "partition_config": {"use_default_specs": False, "layer_specs": specs}}
     if cell.stages > 1:
         config["pipeline"] = {"stages": cell.stages}
+    if cell.experts > 1:
+        config["expert_parallel"] = {"enabled": True, "autoep_size": cell.experts}
     return config
 
 

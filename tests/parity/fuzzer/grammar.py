@@ -16,6 +16,19 @@ from hypothesis import strategies
 PARAMETERS = ("blocks.0.up.weight", "blocks.1.gain", "embed.weight", "blocks.1.down.weight", "head.weight", "blocks.0.up.bias")
 DIVIDED = ("blocks.0.up.weight", "blocks.1.down.weight", "blocks.0.up.bias")  # where layers are split
 LAYERS = ("blocks.0", "blocks.1", "head", "embed")
+# Parameters of models with experts that scripts use in place of others.
+EXPERT_PARAMETERS = {
+    "listed": {
+        "blocks.0.up.weight": "blocks.0.mixture.experts.1.weight",
+        "blocks.1.down.weight": "blocks.1.mixture.experts.2.weight",
+        "blocks.0.up.bias": "blocks.0.mixture.router.weight",
+    },
+    "stacked": {
+        "blocks.0.up.weight": "blocks.0.mixture.experts.gate_up_proj",
+        "blocks.1.down.weight": "blocks.1.mixture.experts.down_proj",
+        "blocks.0.up.bias": "blocks.0.mixture.router.weight",
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -28,6 +41,8 @@ class Cell:
         ranks: Number of ranks.
         split: Number of ranks that hold each layer together, and have the same batches (tensor parallelism).
         stages: Number of stages of a pipeline, each on other ranks.
+        experts: Number of ranks that hold the experts of each layer together.
+        mixture: Experts of each layer: "none", "listed" modules, or "stacked" in one tensor.
         accumulation: Micro-steps per optimizer step.
         clip: Largest norm of all gradients; 0 is off.
         frozen: Layer that is frozen when the engine is made, or "none".
@@ -45,6 +60,8 @@ class Cell:
     ranks: int = 1
     split: int = 1
     stages: int = 1
+    experts: int = 1
+    mixture: str = "none"
     accumulation: int = 1
     clip: float = 0.0
     frozen: str = "none"
@@ -252,7 +269,8 @@ class Course:
             "bad_save": between,
             "gather_write": cell.ranks > 1 or operation.get("modifier") != 1,
         }
-        if cell.split > 1 and not self._fits_split_layers(operation) or cell.stages > 1 and not self._fits_stages(operation):
+        parts = cell.split > 1 or cell.experts > 1
+        if parts and not self._fits_parts(operation) or cell.stages > 1 and not self._fits_stages(operation):
             return False
         # Reentrant recomputation has no gradients where its input needs none.
         if not makes_sense.get(name, True) or cell.recompute == "pieces" and "embed" in (layer, cell.frozen):
@@ -264,11 +282,14 @@ class Course:
         self.done.add(name)
         return True
 
-    def _fits_split_layers(self, operation: Operation) -> bool:
-        """Return whether ``operation`` is one that documents allow where ranks hold parts of layers."""
+    def _fits_parts(self, operation: Operation) -> bool:
+        """Return whether ``operation`` is one that documents allow where ranks hold parts of layers, or some of the experts."""
         name, alone = operation.name, operation.get("who") not in ("all", None)
         if name == "gather_write" and operation.get("modifier") == "none":
-            return not (alone and operation.get("param") in DIVIDED)  # each rank writes its part
+            param = str(operation.get("param"))
+            return not (alone and (param in DIVIDED or ".experts." in param))  # each rank writes its part
+        if name == "generate" and self.cell.experts > 1 and operation.get("lengths") == "by_rank":
+            return False  # experts wait for the tokens of each rank
         # A rank that leaves a forward alone is waited for; without gradients a script sees parts of parameters.
         return name != "compute" and not (name == "fail_forward" and alone)
 
@@ -392,6 +413,6 @@ def simpler(script: Script) -> Iterator[Script]:
             yield Script(replace(script.cell, **{name: value}), operations)
     for index, operation in enumerate(operations):
         for key, values in KINDS[operation.name].args.items():
-            for value in values[: values.index(operation.get(key))]:
+            for value in values[: values.index(operation.get(key))] if operation.get(key) in values else values[:1]:
                 args = tuple((name, value if name == key else old) for name, old in operation.args)
                 yield Script(script.cell, (*operations[:index], Operation(operation.name, args), *operations[index + 1 :]))

@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from hf_zero.core.units.marks import whole_shape
 from tests.parity.fuzzer.grammar import Cell
 
 VOCABULARY, WIDTH, INNER, LENGTH, ROWS = 11, 6, 10, 4, 2  # odd shares of two ranks: pieces of parameters lie on both
+EXPERTS = 4
 Seen = dict[str, Any]  # what an operation of a script shows, by name
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -33,20 +36,53 @@ class Adapter(nn.Module):
         return self.up(self.down(hidden))
 
 
+class Mixture(nn.Module):
+    """Experts in a list or in one tensor, of which each token takes two by its position: nearly equal scores could choose others on a side.
+
+    Half of a batch leaves the last expert idle.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.stacked = kind == "stacked"
+        if self.stacked:
+            sizes = {"hidden_size": WIDTH, "intermediate_size": INNER, "num_local_experts": EXPERTS}
+            self.experts: nn.Module = MixtralExperts(MixtralConfig(**sizes, experts_implementation="eager"))
+        else:
+            self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        tokens = hidden.flatten(0, 1)
+        first = torch.arange(len(tokens)) // 2 % EXPERTS
+        chosen = torch.stack([first, (first + 1) % EXPERTS], 1)
+        weights = self.router(tokens).softmax(-1).gather(1, chosen)
+        if self.stacked:
+            return self.experts(tokens, chosen, weights).view_as(hidden)
+        out = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            rows, column = torch.where(chosen == number)
+            if len(rows):
+                out = out.index_add(0, rows, expert(tokens[rows]) * weights[rows, column, None])
+        return out.view_as(hidden)
+
+
 class Layer(nn.Module):
-    """A repeated block: two matrices, a vector, running statistics, and an adapter if a script has added one.
+    """A repeated block: two matrices, a vector, experts if the cell has some, and an adapter if a script has added one.
 
     Attributes:
         fails: "forward" or "backward" makes the next one raise a ``ScriptError``.
         recompute: "block" recomputes the layer in backward; "pieces" recomputes its two halves, as often as the data determines.
     """
 
-    def __init__(self, recompute: str) -> None:
+    def __init__(self, cell: Cell) -> None:
         super().__init__()
         self.up = nn.Linear(WIDTH, INNER)
         self.down = nn.Linear(INNER, WIDTH)
         self.gain = nn.Parameter(torch.ones(WIDTH))
-        self.recompute = recompute
+        if cell.mixture != "none":
+            self.mixture = Mixture(cell.mixture)
+        self.recompute = cell.recompute
         self.fails = ""
 
     def forward(self, hidden: Tensor, pieces: int = 1) -> Tensor:
@@ -65,6 +101,8 @@ class Layer(nn.Module):
 
     def _first(self, hidden: Tensor, rest: Tensor) -> Tensor:
         out = self.down(torch.tanh(self.up(hidden))) * self.gain
+        if hasattr(self, "mixture"):
+            out = out + self.mixture(hidden)
         if hasattr(self, "adapter"):
             out = out + self.adapter(hidden)
         return rest + out
@@ -76,10 +114,11 @@ class ScriptModel(nn.Module):
     def __init__(self, cell: Cell) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Layer(cell.recompute) for _ in range(2))
+        self.blocks = nn.ModuleList(Layer(cell) for _ in range(2))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=not cell.tied)
         if cell.tied:
             self.head.weight = self.embed.weight
+        self.has_experts = cell.mixture != "none"
         self.has_buffers = bool(cell.buffers)
         if self.has_buffers:
             self.register_buffer("table", 1 + torch.rand(WIDTH) / 300)  # in bf16 another table
@@ -91,7 +130,7 @@ class ScriptModel(nn.Module):
         hidden = self.embed(input_ids)
         if self.has_buffers:
             hidden = self._through_buffers(hidden)
-        pieces = 1 + int(input_ids[0, 0]) % 2
+        pieces = 1 if self.has_experts else 1 + int(input_ids[0, 0]) % 2  # layers of experts run equally often on all ranks
         for block in self.blocks:
             hidden = block(hidden, pieces)
         logits = self.head(hidden).float()
@@ -257,7 +296,7 @@ def read(what: str, model: nn.Module, name: str) -> None:
     if what == "dtype":
         assert parameter.dtype.is_floating_point
     elif what == "shape":
-        assert len(tuple(parameter.shape)) == parameter.ndim and parameter.device is not None
+        assert len(tuple(parameter.shape)) in (1, parameter.ndim) and parameter.device is not None  # a sharded one has no elements
     elif what == "repr":
         assert repr(parameter) and str(model)
     elif what == "grad":

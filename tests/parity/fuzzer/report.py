@@ -4,7 +4,8 @@
   a ``cell`` line in front sets what else matters (``--here``: runs at that cell alone).
 - ``known`` runs the scripts of ``script_known.KNOWN_OPEN`` where they fail: an entry all of whose scripts are good can be deleted.
 - ``table`` runs every operation with every argument in every place, and prints a line for each with its verdicts.
-- ``explore --count 300 --seed 1`` draws scripts, nothing left out, and prints what fails, made small (``--split 2``: over split layers).
+- ``explore --count 300 --seed 1`` draws scripts, nothing left out, and prints what fails, made small (``--split 2``: over split layers,
+  ``--stages 2``: over a pipeline, ``--experts 2``: over ranks that divide experts).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from tests.parity.fuzzer.grammar import (
+    EXPERT_PARAMETERS,
     KINDS,
     NEEDS,
     Cell,
@@ -55,6 +57,18 @@ def split_over(script: Script, split: int = 1, stages: int = 1) -> Script:
     if stages > 1:
         cell = replace(cell, buffers=0, recompute="none", stage=min(cell.stage, 1))
     return script._replace(cell=cell, operations=tuple(keep_valid(script._replace(cell=cell))))
+
+
+def among_experts(script: Script, experts: int, mixture: str) -> Script:
+    """Return the script over as many groups of ranks as it has ranks, each of which holds all experts; in fp32, as above."""
+    cell = replace(script.cell, ranks=script.cell.ranks * experts, experts=experts, mixture=mixture, dtype="fp32")
+    names = EXPERT_PARAMETERS[mixture]
+    renamed = [
+        one._replace(args=tuple((key, names.get(value, value) if key == "param" else value) for key, value in one.args))
+        for one in script.operations
+    ]
+    script = Script(cell, tuple(renamed))
+    return script._replace(operations=tuple(keep_valid(script)))
 
 
 def draw(count: int, start: int | None = None) -> list[Script]:
@@ -193,6 +207,8 @@ def _explore(arguments: argparse.Namespace) -> None:
     drawn = draw(arguments.count, arguments.seed)
     if arguments.split * arguments.stages > 1:
         drawn = [split_over(script, arguments.split, arguments.stages) for script in drawn]
+    if arguments.experts > 1:
+        drawn = [among_experts(script, arguments.experts, arguments.mixture) for script in drawn]
     if arguments.skip_known:
         from tests.parity.fuzzer.known import without_known
 
@@ -222,6 +238,8 @@ def main() -> None:
     explore.add_argument("--seed", type=int, default=None)
     explore.add_argument("--split", type=int, default=1, help="ranks that hold each layer together")
     explore.add_argument("--stages", type=int, default=1, help="stages of a pipeline")
+    explore.add_argument("--experts", type=int, default=1, help="ranks that hold the experts of each layer together")
+    explore.add_argument("--mixture", default="listed", choices=list(EXPERT_PARAMETERS), help="kind of the experts")
     explore.add_argument("--skip-known", action="store_true", help="leave out what KNOWN_OPEN has")
     explore.add_argument("--as-drawn", action="store_true", help="failures are not made small")
     explore.set_defaults(call=_explore)
