@@ -48,6 +48,15 @@ def test_scripts_that_failed_once_over_split_layers() -> None:
     assert [verdict.word for verdict in verdicts_of([parse(text) for text in texts])] == ["equal"] * 5 + ["refused"] * 2
 
 
+def test_scripts_that_failed_once_over_stages() -> None:
+    """A state dict of the whole model has values for all stages, and each stage loads its own."""
+    texts = (
+        "cell stage=0 ranks=2 stages=2 tied=1; load_module how=engine; forward data=0; backward; step; save_model",
+        "cell stage=1 ranks=4 stages=2; forward data=0; backward; step; load_module how=module; forward data=1; backward; step",
+    )
+    assert [verdict.word for verdict in verdicts_of([parse(text) for text in texts])] == ["equal"] * 2
+
+
 def test_drawn_scripts_over_experts() -> None:
     _check([among_experts(without_known(script), 2, ("listed", "stacked")[place % 2]) for place, script in enumerate(draw(10))])
 

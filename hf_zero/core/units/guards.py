@@ -195,7 +195,7 @@ def _stand_in_for_scales(param: nn.Parameter, name: str, state: dict[str, Any]) 
 
 
 def _leave_alone(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Keep a sharded parameter unchanged when its own placeholder is loaded into it.
+    """Keep a sharded parameter unchanged when its own placeholder is loaded into it, and one of another pipeline stage when its values are.
 
     Raises:
         StateError: The placeholder belongs to another parameter, or to a copy; or values are loaded into a parameter that is sharded now.
@@ -208,6 +208,8 @@ def _leave_alone(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
                 "to load into. Load inside `with hf_zero.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):` on "
                 "rank 0, or use engine.load_checkpoint(), or from_pretrained()"
             )
+        if param is not None and is_elsewhere(param) and isinstance(entry, torch.Tensor) and entry.shape == whole_shape(param):
+            state[name] = param  # the stages that hold it load the values
         if param is None or not isinstance(entry, StandIn):
             continue
         if entry.source is not param or not _is_apart(param):
