@@ -58,7 +58,7 @@ def test_scripts_that_failed_once_over_stages() -> None:
 
 
 def test_drawn_scripts_over_experts() -> None:
-    _check([among_experts(without_known(script), 2, ("listed", "stacked")[place % 2]) for place, script in enumerate(draw(10))])
+    _check([among_experts(without_known(script), 2, ("listed", "stacked")[place % 2]) for place, script in enumerate(draw(8))])
 
 
 def test_scripts_that_failed_once_over_experts() -> None:
