@@ -117,7 +117,7 @@ def _run_script(script: Script, folder: Path, group: Any) -> tuple[Verdict, bool
             everyone = _play(script, folder, group, status, sides)
         except BaseException as error:  # of the comparison itself
             status.error, status.kind = f"{type(error).__name__}: {error}", "script"
-            everyone = _exchange(status, group)
+            everyone = _gathered(status, group)
     for side in sides:
         with suppress(Exception):
             side.close()
@@ -139,9 +139,9 @@ def _play(script: Script, folder: Path, group: Any, status: Status, sides: list[
             _perform(plain, zero, operation, place, status)
         looks = operation.name in LOOKS and script.cell.looks == "step" or bool(plain.candidates)
         if looks and not status.error:
-            _attempt(status, place, partial(_look, plain, zero, place, status))
+            _attempt(status, place, partial(_look, plain, zero, place, status, group))
         if status.error or operation.name in LOOKS:
-            everyone = _exchange(status, group)
+            everyone = _gathered(status, group)
             if any(one.stops for one in everyone):
                 return everyone
     last = len(script.operations)
@@ -149,8 +149,8 @@ def _play(script: Script, folder: Path, group: Any, status: Status, sides: list[
         if not status.error:
             _perform(plain, zero, operation, last, status)
     if not status.error:
-        _attempt(status, last, partial(_look, plain, zero, last, status, moments=True))
-    return _exchange(status, group)
+        _attempt(status, last, partial(_look, plain, zero, last, status, group, moments=True))
+    return _gathered(status, group)
 
 
 def _perform(plain: Plain, zero: Zero, operation: Operation, place: int, status: Status) -> None:
@@ -185,7 +185,7 @@ def _attempt(status: Status, place: int, call: Any) -> Any:
         return None
 
 
-def _look(plain: Plain, zero: Zero, place: int, status: Status, moments: bool = False) -> None:
+def _look(plain: Plain, zero: Zero, place: int, status: Status, group: Any, moments: bool = False) -> None:
     """Compare everything; collective."""
     if status.plain:
         return
@@ -199,11 +199,12 @@ def _look(plain: Plain, zero: Zero, place: int, status: Status, moments: bool = 
     for state in states:
         plain.restore(state)
         differences.append(_difference(state, plain, zero, weights, masters, buffers) or _moments_difference(plain, zero, found))
-        if not differences[-1]:
-            break
-    else:
-        plain.restore(states[0])
-        _differs(status, place, differences[0])
+    fits = [not text for text in differences]
+    if len(states) > 1 and plain.cell.stages > 1:  # each stage has seen its own layers alone
+        fits = [all(column) for column in zip(*_gathered(fits, group), strict=True)]
+    plain.restore(states[fits.index(True) if True in fits else 0])
+    if True not in fits:
+        _differs(status, place, next(filter(None, differences), "stages fit different results"))
         return
     if plain.cell.dtype != "fp32":
         plain.follow({name: value for name, value in masters.items() if dict(plain.model.named_parameters())[name].requires_grad})
@@ -276,9 +277,9 @@ def _worst(found: dict[str, Tensor], wanted: dict[str, Tensor], dtype: str, what
     return worst[1]
 
 
-def _exchange(status: Status, group: Any) -> list[Status]:
+def _gathered(value: Any, group: Any) -> list[Any]:
     everyone: list[Any] = [None] * ranks.world()
-    dist.all_gather_object(everyone, status, group=group)
+    dist.all_gather_object(everyone, value, group=group)
     return everyone
 
 
