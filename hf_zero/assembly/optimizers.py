@@ -48,6 +48,8 @@ def inner_optimizer(
         UnsupportedError: The configuration requires fp32 moments with bf16 masters, but the optimizer keeps moments of another dtype.
     """
     trainable = [param for param in module.parameters() if param.requires_grad]
+    if isinstance(model_parameters, str):
+        raise ConfigError(f"model_parameters is {model_parameters!r}; parameters or param groups are allowed, such as model.parameters()")
     params = list(model_parameters) if model_parameters is not None else trainable
     section = resolved.config.optimizer
     if callable(client) and not isinstance(client, torch.optim.Optimizer):
@@ -166,13 +168,18 @@ def scheduler_of(resolved: ResolvedConfig, client: Any, optimizer: ShardedOptimi
         optimizer: The engine's optimizer.
 
     Raises:
-        ConfigError: ``client`` is a scheduler of another optimizer.
+        ConfigError: ``client`` is no scheduler, or one of another optimizer.
     """
     if optimizer is None:
         return None
     if client is not None:
         is_factory = callable(client) and not hasattr(client, "step")
         scheduler = client(optimizer.inner) if is_factory else client
+        if not hasattr(scheduler, "step"):
+            raise ConfigError(
+                f"lr_scheduler is a {type(scheduler).__name__}; a scheduler of torch.optim.lr_scheduler, another object with step(), or a "
+                "function that takes the optimizer and returns one is allowed"
+            )
         _require_same_groups(scheduler, optimizer)
         return scheduler
     section = resolved.config.scheduler

@@ -133,6 +133,8 @@ class EngineCheckpoints:
         settings = self._settings
 
         def ask() -> tuple[SaveRequest, TrainingState]:
+            if not isinstance(client_state, Mapping):
+                raise CheckpointError(f"client_state is a {type(client_state).__name__}; a dict is allowed, such as {{'epoch': 3}}")
             self._settle_writes(engine)
             request = SaveRequest(
                 self._place(save_dir, "save_dir"),

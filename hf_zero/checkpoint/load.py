@@ -161,6 +161,7 @@ def _find(request: LoadRequest) -> tuple[str, str] | None:
     else:
         folder = folders.find(load_dir, request.tag) if request.tag is not None else folders.find_latest(load_dir)
     if folder is None:
+        folders.require_no_mistaken_folder(load_dir)
         return None
     text = folders.read_index(folder)
     RangeReader(folder, Index.from_json(text, str(folder / INDEX_FILE)).files).check_sizes()

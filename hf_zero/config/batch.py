@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +22,11 @@ class Batch:
     world_size: int
 
     def line(self) -> str:
-        """Return the identity with its numbers, as `explain` prints it."""
-        return f"{TOTAL} {self.total} = {MICRO} {self.micro} x {ACCUMULATION} {self.accumulation} x data-parallel size {self.world_size}"
+        """Return the identity with its numbers, as `explain` prints it; where it does not hold, the text says "is not"."""
+        sign = "=" if self.total == self.micro * self.accumulation * self.world_size else "is not"
+        return (
+            f"{TOTAL} {self.total} {sign} {MICRO} {self.micro} x {ACCUMULATION} {self.accumulation} x data-parallel size {self.world_size}"
+        )
 
 
 def solve(total: int | None, micro: int | None, accumulation: int | None, world_size: int, problems: Problems) -> Batch:
@@ -33,6 +37,7 @@ def solve(total: int | None, micro: int | None, accumulation: int | None, world_
         world_size: Number of data-parallel ranks.
         problems: Collector that gets an error with the three numbers if they contradict each other.
     """
+    given = {MICRO: micro, ACCUMULATION: accumulation}
     if total is not None and micro is not None and accumulation is None:
         accumulation = max(1, total // (micro * world_size))
     if accumulation is None:
@@ -42,12 +47,18 @@ def solve(total: int | None, micro: int | None, accumulation: int | None, world_
     product = micro * accumulation * world_size
     batch = Batch(product if total is None else total, micro, accumulation, world_size)
     if batch.total != product:
-        problems.error(
-            TOTAL,
-            f"does not fit: {batch.total} is not {micro} ({MICRO}) x {accumulation} ({ACCUMULATION}) x {world_size} (data-parallel size) "
-            f"= {product}. Give any two of the three keys, or correct one",
-        )
+        problems.error(TOTAL, _contradiction(batch, {key: value for key, value in given.items() if value is not None}))
     return batch
+
+
+def _contradiction(batch: Batch, given: dict[str, int]) -> str:
+    """Return the error of a `train_batch_size` that contradicts the ``given`` keys, or that the ranks do not divide."""
+    factors = " x ".join(f"{value} ({key})" for key, value in [*given.items(), ("data-parallel size", batch.world_size)])
+    product = batch.world_size * math.prod(given.values())
+    if len(given) == 2:
+        return f"does not fit: {batch.total} is not {factors} = {product}. Give any two of the three keys, or correct one"
+    equal = f" = {product}" if given else ""
+    return f"does not fit: {batch.total} is not a multiple of {factors}{equal}. Set it to a multiple of {product}"
 
 
 def count_replicas_once(config: dict[str, Any], replicas: int, mistaken: Collection[int]) -> dict[str, Any]:

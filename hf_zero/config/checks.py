@@ -14,8 +14,8 @@ from hf_zero.config.schema.fields import Section, asks, is_on
 from hf_zero.config.schema.training import OptimizerParams, SchedulerParams
 from hf_zero.config.spelling import torch_class, truth
 
-OPTIMIZERS = ("adam", "adamw", "adagrad", "lion", "sgd", "lamb", "muon", "onebitadam")
-"""Optimizers by config, in lower case; any class of torch.optim that updates parameters one by one is allowed beside them."""
+OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lion", "SGD", "Lamb", "Muon", "OneBitAdam")
+"""Optimizers by config, in any letter case; any class of torch.optim that updates parameters one by one is allowed beside them."""
 
 SCHEDULERS = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 """Schedulers by config; any class of torch.optim.lr_scheduler is allowed beside them."""
@@ -127,6 +127,7 @@ def check_values(data: dict[str, Any], problems: Problems) -> None:
     _check_replicas(data, problems)
     _check_passes(data.get("compile") or {}, problems)
     _check_rewind(data, problems)
+    _check_axes(data, problems)
     bucket = data.get("zero_optimization", {}).get("allgather_bucket_size", 0)
     if stage in (1, 2) and bucket % _ALIGNMENT:
         # DeepSpeed's sentence, complete and last: scripts search for it in the error, which pytest cuts in the middle.
@@ -145,7 +146,7 @@ def check_values(data: dict[str, Any], problems: Problems) -> None:
             key = f"zero_optimization.{name}.nvme_path"
             problems.error(key, "is missing, and `device` is nvme; name a folder on a local disk")
     if "optimizer" in data:
-        _check_type("optimizer", data["optimizer"].get("type"), OPTIMIZERS + tuple(REFUSED_OPTIMIZERS), problems)
+        _check_type("optimizer", data["optimizer"].get("type"), OPTIMIZERS, problems)
         _check_optimizer(data, problems)
     if "scheduler" in data:
         _check_type("scheduler", data["scheduler"].get("type"), SCHEDULERS, problems)
@@ -184,6 +185,25 @@ def _check_rewind(data: dict[str, Any], problems: Problems) -> None:
     stages = (data.get("pipeline") or {}).get("stages")
     if isinstance(stages, int) and stages > 1:
         problems.refuse(key, "rewind", f"and `pipeline.stages` is {stages}: a pipeline does not go back to snapshots; use skip")
+
+
+def _check_axes(data: dict[str, Any], problems: Problems) -> None:
+    """Refuse axes of parallelism that exclude each other or the stage, so that `hf-zero explain` and arguments report them, too."""
+    stages = (data.get("pipeline") or {}).get("stages")
+    pipeline = stages if isinstance(stages, int) else 1
+    sequence, context = data.get("sequence_parallel_size") or 1, data.get("hf_zero", {}).get("context_parallel_size") or 1
+    split = (data.get("tensor_parallel") or {}).get("autotp_size") or 1
+    stage = data.get("zero_optimization", {}).get("stage", 0)
+    if pipeline > 1 and stage == 3:
+        text = "a pipeline and `zero_optimization.stage` 3 exclude each other: set the stage to 1 or 2, or leave the pipeline out"
+        problems.refuse("pipeline.stages", pipeline, text)
+    for name, size in (("sequence_parallel_size", sequence), ("hf_zero.context_parallel_size", context)):
+        if pipeline > 1 and size > 1:
+            text = f"a pipeline and `{name}` {size} cannot be combined: `tensor_parallel.autotp_size` divides activations in a pipeline"
+            problems.refuse("pipeline.stages", pipeline, text)
+    if split > 1 and sequence > 1:
+        text = f"it and `sequence_parallel_size` {sequence} cannot be combined: `hf_zero.context_parallel_size` divides sequences beside it"
+        problems.refuse("tensor_parallel.autotp_size", split, text)
 
 
 def _check_shard_group(zero: dict[str, Any], inside: int | str | None, problems: Problems) -> None:
@@ -274,7 +294,7 @@ def _check_type(section: str, name: str | None, known: tuple[str, ...], problems
     if name is None:
         problems.error(f"{section}.type", f"is missing; a `{section}` section needs one, for example {known[0]}")
         return
-    own = name.lower() in known if section == "optimizer" else name in known
+    own = name.lower() in {one.lower() for one in known} | REFUSED_OPTIMIZERS.keys() if section == "optimizer" else name in known
     if own or torch_class(section, name) is not None:
         return
     guess = nearest(name, known)

@@ -337,6 +337,8 @@ def _shard_groups(claims: Sequence[Claim], sizes: Mapping[str, int], ranks: int,
 
 def _mismatch(claims: Sequence[Claim], ranks: int, found: str, usable: Sequence[int], axis: str = "") -> str:
     fits = f"{axis} {' or '.join(map(str, usable))} would fit".strip()
+    if ranks == 1:
+        fits += "; to train on more ranks, start the script by a launcher (torchrun --nproc_per_node N, accelerate launch)"
     return f"the mesh does not fit the {ranks} rank(s): {found}; {fits}. It is described by\n{_listed(claims)}"
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from hf_zero.config.keys import extra_of, nested_of, spellings_of
+from hf_zero.config.keys import default_of, extra_of, nested_of, spellings_of
 from hf_zero.config.problems import Problems, nearest, show
 from hf_zero.config.schema.fields import Section
 from hf_zero.config.schema.root import ZeroConfig
@@ -136,9 +137,20 @@ class Speller:
 
     def _block(self, value: Any, section: type[Section], path: str, kind: Any) -> dict[str, Any] | None:
         if isinstance(value, Mapping):
+            self._warn_if_off(value, section, path)
             return self._section(value, section, path, kind)
-        self.problems.error(path, f"is {show(value)}; allowed: a block {{...}}")
+        example = _example(value, section)
+        self.problems.error(path, f"is {show(value)}; allowed: a block {{...}}{f', such as {example}' if example else ''}")
         return None
+
+    def _warn_if_off(self, raw: Mapping[str, Any], section: type[Section], path: str) -> None:
+        """Warn of a section with keys, but without the key `enabled`, which is false by default and switches the section on."""
+        switch = section.model_fields.get("enabled")
+        if not raw or "." in path or switch is None or default_of(switch) is not False or extra_of(switch)["fate"] != "used":
+            return
+        if not any(spellings_of(section).get(key) == "enabled" for key in raw):
+            text = "is missing, and its default is false, so the section has no effect: set it to true, or remove the section"
+            self.problems.warn(f"{path}.enabled", text)
 
     def _may_stay(self, key: Any, section: type[Section], path: str, kind: Any) -> bool:
         """Return whether an unknown key may stay, which only sections with free keys allow; report the key otherwise."""
@@ -192,6 +204,15 @@ def truth(value: Any) -> bool | None:
     """Return True or False for booleans and their usual texts; None for other values."""
     text = str(value).strip().lower() if isinstance(value, (bool, int, str)) else ""
     return True if text in _TRUE_TEXTS else False if text in _FALSE_TEXTS else None
+
+
+def _example(value: Any, section: type[Section]) -> str:
+    """Return a block in JSON that means a ``value`` which stands in the place of the whole block (`"bf16": true`), or ""."""
+    kinds: tuple[tuple[str, type], ...] = (("enabled", bool), ("stage", int), ("type", str), ("device", str))
+    for name, kind in kinds:
+        if name in section.model_fields and type(value) is kind:
+            return json.dumps({name: value})
+    return '{"device": "cpu"}' if "device" in section.model_fields and value is True else ""
 
 
 def without_unit(value: Any) -> int | None:

@@ -12,7 +12,7 @@ from weakref import WeakMethod, ref
 import torch
 from torch import nn
 
-from hf_zero.core.engine_parts import AppliedAverages, EngineParts, RunAgain, step_schedule
+from hf_zero.core.engine_parts import AppliedAverages, EngineParts, RunAgain, not_a_loss, step_schedule
 from hf_zero.core.offloaded_states import OffloadedStates
 from hf_zero.core.optimizer.sharded import through_step
 from hf_zero.core.schedule.gradients import UnitGradients
@@ -150,7 +150,7 @@ class Engine(nn.Module):
         """
         self._require_optimizer("backward")
         if not isinstance(loss, torch.Tensor):
-            raise TypeError(f"backward() needs the loss as a tensor, not {type(loss).__name__} {loss!r}; do not call .item() on it before")
+            raise TypeError(not_a_loss(loss))
         if scale_wrt_gas and self.accumulation.steps > 1:
             loss = loss / self.accumulation.steps
         self.progress.last_loss = loss.detach()

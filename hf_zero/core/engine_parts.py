@@ -297,3 +297,17 @@ class Preemption:
         if not self.signal:
             self.signal = signal.Signals(number).name
             announce(f"a rank received {self.signal}: all ranks save a checkpoint and end after this step")
+
+
+def not_a_loss(value: object) -> str:
+    """Return the error message of a ``backward`` whose argument is no tensor; it says which likely mistake was made."""
+    if value is None:
+        remedy = "a model of transformers returns a loss only if it is given labels"
+    elif getattr(value, "loss", None) is not None or (isinstance(value, dict) and "loss" in value):
+        remedy = "pass its `loss`"
+    elif isinstance(value, (int, float)):
+        remedy = "do not call .item() on it before"
+    else:
+        remedy = "pass the tensor that the model or the criterion returned"
+    shown = f" {value!r}" if isinstance(value, (int, float)) else ""
+    return f"backward() needs the loss as a tensor, not {type(value).__name__}{shown}; {remedy}"

@@ -21,6 +21,12 @@ __all__ = ["DummyOptim", "DummyScheduler", "ZeroPlugin"]
 Device = Literal["none", "cpu", "nvme"]
 _DEVICES = ("none", "cpu", "nvme")
 _PRECISIONS = ("no", "fp16", "bf16", "fp8")
+_NAMES_OF_ACCELERATE = {
+    "hf_ds_config": "config",
+    "zero_stage": "stage",
+    "offload_optimizer_device": "offload_optimizer",
+    "offload_param_device": "offload_param",
+}
 # accelerate computes these from `model.config.hidden_size`, and fails for models whose sizes are in a sub-config.
 _RESOLVED_FROM_MODEL = (
     "zero_optimization.reduce_bucket_size",
@@ -78,6 +84,7 @@ class ZeroPlugin(DeepSpeedPlugin):
         gradient_clipping: float | None = None,
         **options: Unpack[PluginOptions],
     ) -> None:
+        _require_own_names(options)
         _check("stage", stage, (0, 1, 2, 3))
         _check("mixed_precision", mixed_precision, _PRECISIONS)
         _check_at_least("tensor_parallel_size", tensor_parallel_size, 1)
@@ -202,11 +209,22 @@ def _offload_values(name: str, section: str | Mapping[str, Any] | None) -> dict[
     """Return one `zero_optimization.offload_*` section as values by dotted key."""
     if section is None:
         return {}
+    if not isinstance(section, (str, Mapping)):
+        raise ConfigError(
+            f"ZeroPlugin: {name} is {section!r}; allowed are {', '.join(map(repr, _DEVICES))} or a section of the configuration"
+        )
     settings: dict[str, Any] = {"device": section} if isinstance(section, str) else dict(section)
     _check(f"{name} device", settings.get("device"), _DEVICES)
     if settings.get("device") == "nvme" and not settings.get("nvme_path"):
         raise ConfigError(f'ZeroPlugin({name}) is "nvme", but no folder is set; give {name}={{"device": "nvme", "nvme_path": "/path"}}')
     return {f"zero_optimization.{name}.{key}": value for key, value in settings.items()}
+
+
+def _require_own_names(options: Mapping[str, Any]) -> None:
+    """Raise for arguments that have another name here than in accelerate's plugin."""
+    found = [f"{name} is {_NAMES_OF_ACCELERATE[name]} here" for name in options if name in _NAMES_OF_ACCELERATE]
+    if found:
+        raise ConfigError(f"ZeroPlugin names arguments differently than accelerate's DeepSpeedPlugin: {', '.join(found)}")
 
 
 def _check(name: str, value: Any, allowed: tuple[Any, ...]) -> None:

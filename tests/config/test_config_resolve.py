@@ -263,18 +263,31 @@ def test_any_two_give_the_third(total: Any, micro: Any, accumulation: Any, world
 
 
 @pytest.mark.parametrize(
-    ("config", "world", "three"),
+    ("config", "world", "said"),
     [
-        ({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}, 2, "4 .* x 2 .* x 2 .* = 16"),
-        ({"train_batch_size": 25}, 2, "12 .* x 1 .* x 2 .* = 24"),
-        ({"train_batch_size": 1}, 2, "1 .* x 1 .* x 2 .* = 2"),
-        ({"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4}, 2, "4 .* x 1 .* x 2 .* = 8"),
-        ({"train_batch_size": 10, "gradient_accumulation_steps": 4}, 1, "2 .* x 4 .* x 1 .* = 8"),
+        (
+            {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2},
+            2,
+            r"4 \(train_micro_batch_size_per_gpu\) x 2 \(gradient_accumulation_steps\) x 2 \(data-parallel size\) = 16. Give any two",
+        ),
+        ({"train_batch_size": 25}, 2, r"a multiple of 2 \(data-parallel size\). Set it to a multiple of 2$"),
+        ({"train_batch_size": 1}, 2, r"a multiple of 2 \(data-parallel size\). Set it to a multiple of 2$"),
+        (
+            {"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4},
+            2,
+            r"a multiple of 4 \(train_micro_batch_size_per_gpu\) x 2 \(data-parallel size\) = 8. Set it to a multiple of 8$",
+        ),
+        (
+            {"train_batch_size": 10, "gradient_accumulation_steps": 4},
+            1,
+            r"a multiple of 4 \(gradient_accumulation_steps\) x 1 \(data-parallel size\) = 4. Set it to a multiple of 4$",
+        ),
     ],
 )
-def test_numbers_that_do_not_fit(config: dict[str, int], world: int, three: str) -> None:
-    with pytest.raises(ConfigError, match=f"train_batch_size.*{config['train_batch_size']} is not {three}"):
+def test_numbers_that_do_not_fit(config: dict[str, int], world: int, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"`train_batch_size` does not fit: {config['train_batch_size']} is not {said}"):
         resolve(config, world_size=world)
+    assert f"{config['train_batch_size']} is not train_micro" in analyse(config, world_size=world).batch.line()
 
 
 def test_world_size_as_a_source() -> None:

@@ -376,7 +376,7 @@ def test_both_16bit_formats() -> None:
         ({"bf16": {"bf16_master_weights_and_grads": True}}, ["bf16.bf16_optimizer_states", "bf16_master_weights_and_grads"]),
         ({"fp16": {"enabled": True, "min_loss_scale": 0}}, ["fp16.min_loss_scale", "fp16.loss_scale"]),
         ({"optimizer": {"params": {"lr": 1}}}, ["optimizer.type", "missing"]),
-        ({"optimizer": {"type": "AdamX"}}, ["optimizer.type", "adam"]),
+        ({"optimizer": {"type": "AdamX"}}, ["optimizer.type", "did you mean Adam?"]),
         ({"optimizer": {"type": "Adam", "params": {"lr": "-1e-3"}}}, ["optimizer.params.lr", "-1e-3", "at least 0"]),
         ({"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}}, ["optimizer.params.betas", "[0.9]", "two numbers"]),
         ({"optimizer": {"type": "Lion", "params": {"betas": [0.9, 1]}}}, ["optimizer.params.betas", "below 1"]),
@@ -384,12 +384,46 @@ def test_both_16bit_formats() -> None:
         ({"scheduler": {"params": {}}}, ["scheduler.type", "missing"]),
         ({"zero_optimization": {"stage": 2, "allgather_bucket_size": 1001}}, ["size must be a multiple of nccl_start_alignment_factor"]),
         ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, ["zero_optimization.offload_param.nvme_path", "missing"]),
+        ({"bf16": True}, ["`bf16` is true", 'such as {"enabled": true}']),
+        ({"zero_optimization": 3}, ["`zero_optimization` is 3", 'such as {"stage": 3}']),
+        ({"optimizer": "AdamW"}, ['`optimizer` is "AdamW"', 'such as {"type": "AdamW"}']),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": True}}, ["offload_optimizer` is true", 'such as {"device": "cpu"}']),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": "nvme"}}, ['such as {"device": "nvme"}']),
+        ({"scheduler": []}, ["`scheduler` is []; allowed: a block {...}"]),
+        ({"pipeline": {"stages": 2}, "zero_optimization": {"stage": 3}}, ["`pipeline.stages` is 2", "stage` 3 exclude each other"]),
+        ({"pipeline": {"stages": 2}, "sequence_parallel_size": 2}, ["`pipeline.stages` is 2", "`sequence_parallel_size` 2 cannot"]),
+        ({"pipeline": {"stages": 2}, "hf_zero": {"context_parallel_size": 2}}, ["`hf_zero.context_parallel_size` 2 cannot"]),
+        ({"tensor_parallel": {"autotp_size": 2}, "sequence_parallel_size": 2}, ["autotp_size` is 2", "context_parallel_size` divides"]),
     ],
 )
 def test_contradictions(config: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
         resolve(config)
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "warned"),
+    [
+        ({"expert_parallel": {"autoep_size": 2}}, True),
+        ({"fp16": {"loss_scale": 0}}, True),
+        ({"csv_monitor": {"output_path": "logs"}}, True),
+        ({"fp16": {"enabled": False, "loss_scale": 0}}, False),
+        ({"bf16": {"enabled": "auto", "check_grad_overflow": False}}, False),
+        ({"fp16": {}}, False),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"pin_memory": True}}}, False),
+    ],
+)
+def test_a_section_without_its_switch_is_a_warning(config: dict[str, Any], warned: bool) -> None:
+    found = [text for text in resolve(config).warnings if "the section has no effect" in text]
+    assert found == (
+        [
+            f"`{next(iter(config))}.enabled` is missing, and its default is false, so the section has no effect: set it to true, or "
+            "remove the section"
+        ]
+        if warned
+        else []
+    )
 
 
 @pytest.mark.parametrize("device", ["cpu", "nvme"])

@@ -27,7 +27,7 @@ def refusals() -> None:
         with pytest.raises(kind, match=says):
             parity.initialize(case.build(), run)
 
-    refused(UnsupportedError, "and zero_optimization.stage 3 exclude each other", with_stages(Run(3), 2))
+    refused(UnsupportedError, "and `zero_optimization.stage` 3 exclude each other", with_stages(Run(3), 2))
     refused(ConfigError, "3 ranks .* would fit|does not divide|does not fit the 2 rank", with_stages(Run(1), 3))
     refused(ConfigError, "has one stage on each rank, and pipeline.stages_per_rank is 2", with_stages(Run(1), 2, stages_per_rank=2))
     refused(ConfigError, "pipeline.schedule is 'sideways'", with_stages(Run(1), 2, schedule="sideways"))

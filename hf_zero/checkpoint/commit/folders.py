@@ -22,6 +22,7 @@ from hf_zero.system.text_file import limit_beside, read_first_line, read_text
 
 _TAG_BYTES = 200  # a name of a folder has 255, and hidden ones are longer than the tag
 SCRIPT_FILE = "zero_to_fp32.py"
+_MODEL_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 _PART = re.compile(r"\.(.+)\.[0-9a-f]{8}\.part")
 
 
@@ -109,6 +110,29 @@ def find_latest(load_dir: Place) -> Place | None:
     if tag is not None:
         raise CheckpointError(f"{_problem(load_dir, tag)}; no other is complete there")
     return None
+
+
+def require_no_mistaken_folder(load_dir: Place) -> None:
+    """Notice a folder without checkpoints that the caller has taken for another one: a run that goes on would begin anew.
+
+    Raises:
+        CheckpointError: ``load_dir`` is a checkpoint itself.
+    """
+    if is_complete(load_dir):
+        above, tag = load_dir.parent, load_dir.name
+        raise CheckpointError(f"{load_dir} is one checkpoint; give the folder that holds it: load_checkpoint({str(above)!r}, tag={tag!r})")
+    inside = [folder for folder in load_dir.iterdir() if (folder / LATEST_FILE).is_file()] if load_dir.is_dir() else []
+    if inside:
+        shown = ", ".join(sorted(folder.name for folder in inside)[:3])
+        logger.warning(
+            "%s holds no checkpoint, but these folders in it do: %s. To resume, give one of them to load_checkpoint", load_dir, shown
+        )
+    elif (load_dir / "config.json").is_file() and any((load_dir / name).is_file() for name in _MODEL_FILES):
+        logger.warning(
+            "%s holds a Hugging Face model and no checkpoint: load it with from_pretrained, or hf-zero convert %s NEW --tag weights",
+            load_dir,
+            load_dir,
+        )
 
 
 def complete_or_previous(load_dir: Place, tag: str) -> Place | None:
