@@ -31,6 +31,16 @@ from hf_zero.optim.onebit_adam import OneBitAdam
 from hf_zero.optim.schedules import VALID_LR_SCHEDULES
 
 
+def require_parameters(given: Any) -> None:
+    """Raise if ``given``, the argument ``model_parameters``, is a text.
+
+    Raises:
+        ConfigError: It is.
+    """
+    if isinstance(given, str):
+        raise ConfigError(f"model_parameters is {given!r}; parameters or param groups are allowed, such as model.parameters()")
+
+
 def inner_optimizer(
     module: nn.Module, resolved: ResolvedConfig, client: Any, model_parameters: Iterable[Any] | None, device: torch.device
 ) -> torch.optim.Optimizer | None:
@@ -48,8 +58,6 @@ def inner_optimizer(
         UnsupportedError: The configuration requires fp32 moments with bf16 masters, but the optimizer keeps moments of another dtype.
     """
     trainable = [param for param in module.parameters() if param.requires_grad]
-    if isinstance(model_parameters, str):
-        raise ConfigError(f"model_parameters is {model_parameters!r}; parameters or param groups are allowed, such as model.parameters()")
     params = list(model_parameters) if model_parameters is not None else trainable
     section = resolved.config.optimizer
     if callable(client) and not isinstance(client, torch.optim.Optimizer):

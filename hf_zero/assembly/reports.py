@@ -74,10 +74,13 @@ def describe(
     masters = sum(unit.master.nbytes for unit in units if unit.master is not None and unit.master is not unit.shard)
     dtypes = sorted({str(unit.layout.dtype).removeprefix("torch.") for unit in units}) or ["no units"]
     groups = f" in {topology.replicate.world} shard groups of {topology.world}" if topology.replicate is not None else ""
+    together = topology.model.world if topology.model is not None else 1
+    divided = f" (groups of {together} divide one model)" if together > 1 else ""
     training = [] if optimizer is None else [_batch(resolved), _clipping(resolved), type(optimizer).__name__]
     return ", ".join(
         [
-            f"DeepSpeed info: ZeRO stage {stage.stage} of hf_zero {__version__} ({answers}) on {topology.data.world} rank(s){groups}",
+            f"DeepSpeed info: ZeRO stage {stage.stage} of hf_zero {__version__} ({answers}) "
+            f"on {topology.data.world * together} rank(s){divided}{groups}",
             *(training or ["no optimizer"]),
             *dtypes,
             describe_offload(resolved.config.zero_optimization, stage).removeprefix(", ") or "no offload",

@@ -66,7 +66,14 @@ class Checkpoint:
         if tag is None:
             latest = os.path.join(base, "latest")
             if not _is_file(latest):
-                raise FileNotFoundError(f"{_shown(latest)} does not exist; name the checkpoint with tag=")
+                above, _, name = base.rstrip("/").rpartition("/")
+                if _is_file(os.path.join(base, "complete")):
+                    raise FileNotFoundError(
+                        f"{_shown(base)} is one checkpoint; give the folder that holds it, {_shown(above or '.')}, and --tag {_shown(name)}"
+                    )
+                raise FileNotFoundError(
+                    f"{_shown(latest)} does not exist; give the folder that holds the checkpoint, or its name with --tag (tag=)"
+                )
             with _reading(latest):
                 tag = _read_small(latest, SMALL_BYTES).decode("utf-8").strip()
                 _require(len(tag) <= 200, f"it names a folder of {len(tag)} characters")

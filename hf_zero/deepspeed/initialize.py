@@ -15,7 +15,7 @@ from hf_zero.assembly.axes import axes_of, divide
 from hf_zero.assembly.float8_layers import take_float8
 from hf_zero.assembly.kept_types import cast_unnamed
 from hf_zero.assembly.mesh import CLAIMS, claims_of_model, pipeline_ranks
-from hf_zero.assembly.optimizers import inner_optimizer
+from hf_zero.assembly.optimizers import inner_optimizer, require_parameters
 from hf_zero.assembly.parts import PartsBuilder
 from hf_zero.assembly.policies import compile_options, precision_policy
 from hf_zero.assembly.reports import announce, describe
@@ -161,6 +161,7 @@ def initialize(
     model = _begun(model)
     source = _source_of(args, config if config is not None else config_params)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    require_parameters(model_parameters)
     model_parameters = take_float8(model, optimizer, model_parameters)
     require_same_settings(source, None if isinstance(model, PipelineModule) else mpu, mesh_param, model)
     # A PipelineModule defines the positions of ranks itself; scripts nevertheless pass its grid as mpu.

@@ -150,6 +150,12 @@ def test_contradictions_are_listed_together() -> None:
         ({"tensor_parallel_size": 0}, r"tensor_parallel_size is 0; a number of at least 1"),
         ({"gradient_accumulation_steps": 0}, r"gradient_accumulation_steps is 0; a number of at least 1"),
         ({"gradient_clipping": -1.0}, r"gradient_clipping is -1.0; a number of at least 0"),
+        ({"offload_optimizer": True}, r"offload_optimizer is True; allowed are 'none', 'cpu', 'nvme' or a section"),
+        ({"zero_stage": 3}, r"differently than accelerate's DeepSpeedPlugin: zero_stage is stage here$"),
+        (
+            {"hf_ds_config": JSON, "offload_param_device": "cpu"},
+            r"hf_ds_config is config here, offload_param_device is offload_param here$",
+        ),
     ],
 )
 def test_values_out_of_range_are_named(arguments: dict[str, Any], text: str) -> None:

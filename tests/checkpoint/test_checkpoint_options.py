@@ -119,6 +119,11 @@ def _tags(folder: str) -> None:
     assert engine.load_checkpoint(folder, tag="global_step2")[0].endswith("global_step2") and engine.global_steps == 2
     engine.save_checkpoint(folder, 17)
     assert engine.load_checkpoint(folder, 17)[0].endswith("17")
+    with pytest.raises(CheckpointError, match=rf"{folder}/17 is one checkpoint; give the folder that holds it: .*'{folder}', tag='17'"):
+        engine.load_checkpoint(folder + "/17")
+    with pytest.raises(CheckpointError, match=r"client_state is a str; a dict is allowed, such as \{'epoch': 3\}"):
+        engine.save_checkpoint(folder, "text", client_state="hello")
+    assert engine.load_checkpoint(str(Path(folder).parent)) == (None, None), "a warning names the folder in it"
     engine.destroy()
 
 
@@ -330,6 +335,9 @@ def test_names_of_the_output_and_errors_of_zero_to_fp32(
         assert [str(path.relative_to(tmp_path / str(number))) for path in (tmp_path / str(number)).rglob("*.*")] == [written]
         read = torch.load if written.endswith(".pt") else load_file
         assert torch.equal(read(tmp_path / str(number) / written)["entry.weight"], expected["master entry.weight"])
+    inner = tmp_path / "global_step2"
+    with pytest.raises(FileNotFoundError, match=f"{inner} is one checkpoint; .* holds it, {tmp_path}, and --tag global_step2"):
+        convert_zero_checkpoint_to_fp32_state_dict(inner, tmp_path / "no")
     check_files_of_torch(tmp_path, expected["master entry.weight"])
     check_universal_copy(tmp_path)
     command = [str(tmp_path / "zero_to_fp32.py"), str(tmp_path), str(tmp_path / "out"), "--tag", "absent"]

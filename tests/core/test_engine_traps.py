@@ -160,6 +160,14 @@ def _engine_surface(stage: int) -> None:
     assert engine.zero_grad() is None
     with pytest.raises(TypeError, match=r"needs the loss as a tensor, not float 1\.0"):
         engine.backward(1.0)
+    for value, advice in (
+        (None, "not NoneType; a model of transformers returns a loss only if it is given labels"),
+        ({"loss": torch.zeros(())}, "not dict; pass its `loss`"),
+        ([torch.zeros(2)], "not list; pass the tensor that the model"),
+    ):
+        with pytest.raises(TypeError) as caught:
+            engine.backward(value)
+        assert str(caught.value).startswith(f"backward() needs the loss as a tensor, {advice}")
     engine.destroy()
 
 

@@ -171,10 +171,20 @@ def test_module_state_dict_has_the_names_of_the_module(stage: int) -> None:
 
 
 def _foreign_scheduler() -> None:
+    import hf_zero
+
     model = MLP.build()
     elsewhere = LambdaLR(torch.optim.AdamW(model.parameters()), lambda step: 1.0)
     with pytest.raises(ValueError, match="lr_scheduler is a LambdaLR that belongs to another optimizer"):
         initialize(model, Run(1), lr_scheduler=elsewhere)
+    with pytest.raises(
+        ValueError, match=r"lr_scheduler is a str; a scheduler of torch.optim.lr_scheduler, another object with step\(\), or"
+    ):
+        initialize(MLP.build(), Run(1), lr_scheduler="cosine")
+    with pytest.raises(
+        ValueError, match=r"model_parameters is 'all'; parameters or param groups are allowed, such as model.parameters\(\)"
+    ):
+        hf_zero.initialize(model=MLP.build(), model_parameters="all", config={"train_micro_batch_size_per_gpu": 1})
 
 
 def test_a_scheduler_of_another_optimizer_is_refused() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 import hf_zero
+from hf_zero import observe
 from hf_zero.config.mesh import Claim, solve
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.integrations import pipelines
@@ -34,7 +37,12 @@ def refusals() -> None:
     refused(ConfigError, "stages|blocks", with_stages(Run(1), 2, schedule="Interleaved1F1B", stages_per_rank=4))
     quantized = {"zero_optimization": {"stage": 2, "zero_quantized_gradients": True}}
     refused(UnsupportedError, "pipeline.stages and ZeRO", with_stages(Run(2, dtype="bf16", extra=quantized), 2))
+    lines = io.StringIO()
+    handler = logging.StreamHandler(lines)
+    observe.logger.addHandler(handler)
     engine = parity.initialize(case.build(), with_stages(Run(1), 2, micro_batches=3))
+    observe.logger.removeHandler(handler)
+    assert ("on 2 rank(s) (groups of 2 divide one model), global batch" in lines.getvalue()) is (ranks.rank() == 0), lines.getvalue()
     batch = parity.prepare(case.rows(0, 0, 0), parity.DTYPES["fp32"])
     with pytest.raises(ConfigError, match="pipeline.micro_batches is 3, which does not divide a batch of 2"):
         case.forward(engine, batch)

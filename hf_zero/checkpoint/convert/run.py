@@ -95,7 +95,7 @@ def _open(wanted: Conversion) -> tuple[bool, Source]:
     """Return whether the source is a checkpoint of ours, and the source."""
     folder, trust = wanted.source, wanted.trust_pickle
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is no folder")
+        raise CheckpointError(f"{folder} is no folder; give the folder of a checkpoint or of a Hugging Face model")
     complete = folders.files_of(folder)
     if complete is not None:
         return True, native.read_checkpoint(complete)
