@@ -287,6 +287,13 @@ LOG = Method(
     around="hf_zero.integrations.metrics:log",
 )
 OPERATIONS = Method("transformers.trainer", "Trainer.store_flos", _COUNTED, around="hf_zero.integrations.metrics:store_flos")
+MESHES = Method(
+    "transformers.trainer",
+    "Trainer._has_mixed_mesh_grads",
+    "Trainer reads the gradient of every parameter in its first step, which gives a warning at stages 1 to 3",
+    around="hf_zero.integrations.metrics:has_mixed_mesh_grads",
+    since=(5, 23),
+)
 EVALUATE = Method("transformers.trainer", "Trainer.evaluation_loop", _COUNTED, around="hf_zero.integrations.metrics:evaluation_loop")
 SAVE_MODEL = Method(
     "transformers.trainer",
@@ -381,7 +388,7 @@ METHODS = (
     LOG, EVALUATE, BUILD, BUILD_FOR_LOAD, MISSING_KEYS, TIE, SAVE_MODEL, LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES, TOKENS,
     STEP_END, SAVE_CHECKPOINT, JIT, LIGHTNING_SAVE, OLD_LIGHTNING_SAVE, *LIGHTNING_FITS, *LIGHTNING_SIGNALS, *LIGHTNING_CLIPPING, SAYS,
     BACKWARD, BACKWARD_OF_SEVERAL, PREPARE_ONE, STEP,
-    ZERO_GRAD, NORM, CLIP, OPERATIONS,
+    ZERO_GRAD, NORM, CLIP, OPERATIONS, MESHES,
     FILL, PROCESS, OPTIMIZERS, FILL_SHARDED, CONFIGURATION, ARGUMENTS, AGENT, CONTEXT_SIZE, PREPARE_CP, CONTEXT, CONTEXT_INPUTS,
     PARALLELISM, RECURRENT, INPUTS, BEST, *HASHES, *COUNTS, *FILES,
 )  # fmt: skip

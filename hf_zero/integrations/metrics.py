@@ -117,6 +117,14 @@ def store_flos(method: Callable[..., Any], trainer: Any) -> None:
         trainer.state.total_flos = before + (trainer.state.total_flos - before) / (stages * sharers)
 
 
+def has_mixed_mesh_grads(method: Callable[..., Any], trainer: Any, model: Any) -> bool:
+    """Replace ``Trainer._has_mixed_mesh_grads``, which reads the gradients of all parameters to find meshes of ``DTensor``s.
+
+    An engine's gradients are plain tensors, and reading them is a warning at stages 1 to 3, or with ``show_gradients`` a gather.
+    """
+    return False if isinstance(model, Engine) else method(trainer, model)
+
+
 def _sharers_of(accelerator: Any) -> tuple[int, int]:
     """Return the number of pipeline stages, and the number of adjacent ranks that have computed the same samples."""
     if accelerator not in _sharers:
