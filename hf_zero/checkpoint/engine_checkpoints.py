@@ -126,7 +126,7 @@ class EngineCheckpoints:
     def save(
         self, engine: Engine, save_dir: str | os.PathLike[str], tag: Any, client_state: Mapping[str, Any], latest: bool, trained: bool
     ) -> None:
-        """Saves ``engine``; see ``Engine.save_checkpoint``. ``trained``: leave frozen parameters out."""
+        """Save ``engine``; see ``Engine.save_checkpoint``. ``trained``: leave frozen parameters out."""
         if engine.stepper is not None and any(entry.has_local or entry.shard is not None for entry in engine.stepper.reducer.gradients):
             warn_once("save_checkpoint() between backward and step: the gradients accumulated so far are not part of a checkpoint")
         start = time.monotonic()

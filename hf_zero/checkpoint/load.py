@@ -72,7 +72,7 @@ class LoadRequest:
 
 
 def load_checkpoint(state: TrainingState, request: LoadRequest) -> Loaded | None:
-    """Restores ``state`` from a checkpoint; collective.
+    """Restore ``state`` from a checkpoint; collective.
 
     Everything is checked before anything is changed, but for the bytes of the tensors: when those are damaged, the error
     comes when some are loaded already, and the engine must not go on.

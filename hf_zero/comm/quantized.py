@@ -30,7 +30,7 @@ class Codes(Protocol):
     """Codes that carry the values of a unit in its all-gathers.
 
     Attributes:
-        kept: Whether they need values that follow from the shards of all ranks, and keep them between gathers.
+        kept: Whether the codes need values that are computed from the shards of all ranks, which are then kept between gathers.
     """
 
     kept: bool

@@ -302,7 +302,7 @@ class Preemption:
 def not_a_loss(value: object) -> str:
     """Return the error message of a ``backward`` whose argument is no tensor; it says which likely mistake was made."""
     if value is None:
-        remedy = "a model of transformers returns a loss only if it is given labels"
+        remedy = 'give the model labels (labels=batch["shift_labels"] if a loader cuts sequences into slices)'
     elif getattr(value, "loss", None) is not None or (isinstance(value, dict) and "loss" in value):
         remedy = "pass its `loss`"
     elif isinstance(value, (int, float)):

@@ -82,7 +82,10 @@ def _outermost(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _take_layer(name: str, layer: Any, taken: dict[int, Piece | None], split: bool) -> None:
     base = layer.get_base_layer()
     if split and (not hasattr(layer, "lora_A") or any(getattr(layer, "use_dora", {}).values())):
-        raise UnsupportedError(f"{name}: {type(layer).__name__} cannot be merged from tensor-parallel shards; only plain LoRA can")
+        raise UnsupportedError(
+            f"{name}: adapters of type {type(layer).__name__} cannot be merged from tensor-parallel shards; LoRA without DoRA can. Use "
+            "iter_full_params(engine, merge_adapters=False), which yields weights and adapters separately"
+        )
     owned = {id(param): param for param in layer.parameters()}
     for param in owned.values():
         taken[id(param)] = None

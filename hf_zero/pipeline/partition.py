@@ -134,7 +134,8 @@ def _from_starts(flow: Flow, starts: Sequence[tuple[str, int]], inputs: Mapping[
     if found != sorted(set(found)) or any(place <= 0 for place in found):
         missing = next((path for (path, _), place in zip(starts, found, strict=True) if place <= 0), "them in this order")
         raise UnsupportedError(
-            f"{what} cannot run on {stages} stages: they begin with {', '.join(path for path, _ in starts)}, and it does not call {missing}"
+            f"{what} cannot run on {stages} stages: the stages begin with {', '.join(path for path, _ in starts)}, and the model does not "
+            f"call {missing} here"
         )
     of_stage = [sum(start <= place for start in found) for place in range(len(flow.calls))]
     for constraint in _constraints(flow):

@@ -89,12 +89,12 @@ class _Told:
     """Report of a rank to its group about the batch it has loaded.
 
     Attributes:
-        ended: Its loader had none.
-        last: The loader says that there will be no other.
-        counted: The batch had no positions.
-        problem: Why it cannot be cut, or "".
+        ended: Whether the loader had no further batch.
+        last: Whether the loader declares this batch its last.
+        counted: Whether ``position_ids`` were computed, because the batch had none.
+        problem: Reason why the batch cannot be cut into slices; "" if it can.
         layout: (name, type, shape of one slice) of each tensor.
-        rest: Values that are no tensors.
+        rest: Values of the batch that are not tensors.
     """
 
     ended: bool

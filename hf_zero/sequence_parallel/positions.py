@@ -138,14 +138,16 @@ def _depends_on_length(module: nn.Module) -> bool:
 
 
 def require_even_temperature(model: nn.Module, length: int) -> None:
-    """Refuse attention that grows sharper along the sequence and counts its tokens from 0 by itself (Llama 4), where it has begun to.
+    """Refuse a model whose attention scales queries by their position and counts positions in a slice from 0 (Llama 4).
+
+    The scale is 1 up to the position ``floor_scale``, so shorter sequences are allowed.
 
     Args:
         model: The model.
-        length: Tokens of whole sequences.
+        length: Number of tokens of a whole sequence.
 
     Raises:
-        UnsupportedError: They are so many.
+        UnsupportedError: ``length`` is at least ``floor_scale`` of a layer.
     """
     for module in model.modules():
         scale = getattr(module, "floor_scale", None)

@@ -74,7 +74,7 @@ def ends_with_an_exception() -> bool:
 
 
 class _LastFlushFails:
-    """Replaces ``sys.stderr`` while exit handlers run.
+    """Replacement of ``sys.stderr`` while exit handlers run.
 
     Args:
         stream: The present ``sys.stderr``.

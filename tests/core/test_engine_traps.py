@@ -161,7 +161,7 @@ def _engine_surface(stage: int) -> None:
     with pytest.raises(TypeError, match=r"needs the loss as a tensor, not float 1\.0"):
         engine.backward(1.0)
     for value, advice in (
-        (None, "not NoneType; a model of transformers returns a loss only if it is given labels"),
+        (None, 'not NoneType; give the model labels (labels=batch["shift_labels"] if a loader cuts'),
         ({"loss": torch.zeros(())}, "not dict; pass its `loss`"),
         ([torch.zeros(2)], "not list; pass the tensor that the model"),
     ):

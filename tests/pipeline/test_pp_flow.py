@@ -362,5 +362,5 @@ def test_another_call_that_needs_what_its_stages_do_not_have_is_refused() -> Non
     with pytest.raises(UnsupportedError, match="needs scale on stage 3 of 4, which 0 holds"):
         replan(bare, moved, {**call(), "scaled": True})
     bare.glue = one_layer_over_and_over  # type: ignore[assignment]
-    with pytest.raises(UnsupportedError, match=r"begin with layers.1, layers.2, layers.3, and it does not call layers.2"):
+    with pytest.raises(UnsupportedError, match=r"begin with layers.1, layers.2, layers.3, and the model does not call layers.2 here"):
         replan(bare, plan, call())

@@ -142,7 +142,7 @@ class Catalog:
                 )
 
     def _copies_of(self, name: str, place: Part, kind: str | None, first: int, target: Row) -> Iterator[Copy]:
-        """Yield the reads that fill ``target`` with consecutive elements of one place, from its element ``first`` on."""
+        """Yield the reads that fill ``target`` with consecutive elements of ``place``, from its element ``first`` on."""
         unit = place.unit
         if unit is None:
             yield Copy(place.file, name, first, target)

@@ -104,9 +104,11 @@ class Accumulation:
         return self._in_cycle > 0
 
     def samples_of_step(self, total: int) -> int:
-        """Return the samples of all ranks in the present optimizer step, of ``total`` where it has ``steps`` micro-steps.
+        """Return the number of samples, over all ranks, in the present optimizer step.
 
-        Where every call of ``step`` updates, the number of micro-steps before it counts.
+        Args:
+            total: The number in an optimizer step of ``steps`` micro-steps. If the engine does not count micro-steps (``managed`` is
+                false), a step may have more or fewer of them, and the result is in proportion.
         """
         return total if self.managed else total // self.steps * self._in_cycle
 

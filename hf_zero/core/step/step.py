@@ -67,7 +67,7 @@ class StepResult:
         skipped: Whether the update was skipped.
         culprit: Name of the parameter whose gradient is not finite; "" if there is none.
         signal: Number of a signal that asks some rank to end, the same on all ranks; 0 for none.
-        groups: Number of replica groups that have taken the step. 0: without this one, which has received the state after the step.
+        groups: Number of replica groups that have taken the step; 0 if this group was not among them and has received their state instead.
     """
 
     norm: torch.Tensor

@@ -82,7 +82,9 @@ class AloneParams:
     def _unit(self) -> Divided:
         unit = self._owner()
         if unit is None:
-            raise StateError("a parameter was gathered after its unit was freed")
+            raise StateError(
+                "a parameter was gathered after its engine was freed; keep a reference to the engine while you read its parameters"
+            )
         return unit
 
     def __bool__(self) -> bool:

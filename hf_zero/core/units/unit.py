@@ -148,7 +148,7 @@ class Unit:
         shard_storage: Where the shard is kept between uses.
         listener: Is notified of changes to the parameters.
         secondary: The copy of the unit that the ranks of a node keep between them.
-        derived: What is kept of values that follow from the shards of all ranks.
+        derived: Values that are computed from the shards of all ranks and kept between gathers.
         state: Sharded, unsharding or unsharded.
         lent: Whether it was pinned with gradients on since the last update: functions may have saved its parameters.
         quantized: Whether the schedule's all-gathers carry codes.
