@@ -67,13 +67,10 @@ class Checkpoint:
             latest = os.path.join(base, "latest")
             if not _is_file(latest):
                 above, _, name = base.rstrip("/").rpartition("/")
+                found = f"{_shown(latest)} does not exist; give the folder that holds the checkpoint, or also its name with --tag"
                 if _is_file(os.path.join(base, "complete")):
-                    raise FileNotFoundError(
-                        f"{_shown(base)} is one checkpoint; give the folder that holds it, {_shown(above or '.')}, and --tag {_shown(name)}"
-                    )
-                raise FileNotFoundError(
-                    f"{_shown(latest)} does not exist; give the folder that holds the checkpoint, or its name with --tag (tag=)"
-                )
+                    found = f"{_shown(base)} is one checkpoint; give the folder that holds it, {_shown(above or '.')}, and --tag {name!r}"
+                raise FileNotFoundError(found)
             with _reading(latest):
                 tag = _read_small(latest, SMALL_BYTES).decode("utf-8").strip()
                 _require(len(tag) <= 200, f"it names a folder of {len(tag)} characters")

@@ -128,7 +128,7 @@ Each of the {count} keys has one fate:
 - An unknown key that resembles a known one is an error that names the known one, at every level. A key that resembles none is an error
   inside a section and a warning at the top level, where tools may add their own keys. A key with dots at the top level
   (`zero_optimization.reduce_bucket_size`) is no path: it has no effect and is a warning.
-- A section that `enabled` switches on has no effect without this key (`"fp16": {"loss_scale": 0}`), which is a warning.
+- A section that `enabled` switches on has no effect without this key (`"fp16": {{"loss_scale": 0}}`), which is a warning.
 - `strict=True`, `--strict` or `HF_ZERO_STRICT=1` make every warning an error.
 - All findings are reported together.
 - The prefix `stage3_` may be left out. Two spellings of one key in one file are an error.

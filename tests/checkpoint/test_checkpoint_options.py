@@ -336,7 +336,7 @@ def test_names_of_the_output_and_errors_of_zero_to_fp32(
         read = torch.load if written.endswith(".pt") else load_file
         assert torch.equal(read(tmp_path / str(number) / written)["entry.weight"], expected["master entry.weight"])
     inner = tmp_path / "global_step2"
-    with pytest.raises(FileNotFoundError, match=f"{inner} is one checkpoint; .* holds it, {tmp_path}, and --tag global_step2"):
+    with pytest.raises(FileNotFoundError, match=f"{inner} is one checkpoint; .* holds it, {tmp_path}, and --tag 'global_step2'"):
         convert_zero_checkpoint_to_fp32_state_dict(inner, tmp_path / "no")
     check_files_of_torch(tmp_path, expected["master entry.weight"])
     check_universal_copy(tmp_path)
