@@ -20,6 +20,7 @@ from hf_zero.core.units.values import show_as_built
 from hf_zero.deepspeed import zero_init as init
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.integrations import callers, methods
+from hf_zero.observe import warn_once
 
 ALLOW_VARIABLE = "HF_ZERO_ALLOW_MISSING_WEIGHTS"
 _SHOWN = 5
@@ -204,6 +205,34 @@ def tie_weights(method: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     params = [param for module in holders for param in module.parameters(recurse=False)]
     with gathered.GatheredParameters([param for param in params if is_sharded(param)]):
         return method(model, *args, **kwargs)
+
+
+def resize_token_embeddings(method: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace ``PreTrainedModel.resize_token_embeddings``: warn if a sharded vocabulary shrinks, because a script may not have meant it.
+
+    A sharded weight shows 0 rows. A script that resizes if ``len(tokenizer) > weight.shape[0]`` then always resizes, and a vocabulary that is
+    padded beyond its tokenizer loses rows that plain PyTorch keeps.
+
+    Args:
+        method: The replaced method.
+        model: The model.
+        *args: Arguments of the method.
+        **kwargs: Arguments of the method.
+
+    Returns:
+        The embeddings that the method returns.
+    """
+    weight = getattr(model.get_input_embeddings(), "weight", None)
+    rows = full_shape(weight)[0] if weight is not None and is_sharded(weight) else 0
+    embeddings = method(model, *args, **kwargs)
+    left = full_shape(embeddings.weight)[0] if rows else 0
+    if left < rows:
+        warn_once(
+            f"resize_token_embeddings removed rows of the vocabulary of {type(model).__name__}: it had {rows} and has {left} now. At stage 3 "
+            "weight.shape[0] of a sharded embedding is 0, so a script that resizes if len(tokenizer) is larger always resizes. If the rows "
+            "should stay, compare len(tokenizer) with model.config.get_text_config().vocab_size"
+        )
+    return embeddings
 
 
 def fill_sharded(method: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
