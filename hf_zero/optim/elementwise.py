@@ -66,6 +66,8 @@ WHOLE_TENSOR: dict[str, str] = {
     "lars": "it scales each update by the norms of the whole parameter",
     "fusednovograd": "it keeps one second moment per whole parameter",
     "novograd": "it keeps one second moment per whole parameter",
+    "adamp": "it projects updates by the directions of whole rows and parameters",
+    "sgdp": "it projects updates by the directions of whole rows and parameters",
     "adam_mini": "it keeps one second moment per block of a whole parameter",
     "adammini": "it keeps one second moment per block of a whole parameter",
     "galoreadamw": "it projects whole gradient matrices",
@@ -97,7 +99,7 @@ def needs_whole_tensors(
     Classes known to be element-wise, or known not to be, are recognised by exact class or by name. Every other class, subclasses of known
     ones included, is probed. The class is built with this optimizer's hyper-parameters in three ways: over a small matrix, over the two
     halves of the flattened matrix as two instances, and over the matrix beside another one. Each is stepped three times with the same
-    gradients. The optimizer itself and the global random state stay untouched.
+    gradients; matrix and halves also with gradients of rare kinds. The optimizer itself and the global random state stay untouched.
 
     Args:
         optimizer: The user's optimizer or the one from the configuration, with any parameters.
@@ -242,6 +244,7 @@ def _probe(optimizer: torch.optim.Optimizer, options: dict[str, Any], undecided:
             together = _result(optimizer, options, starts, both, int(alone))
         except Exception as error:
             return undecided(f"could not be tried on two small matrices: {type(error).__name__}: {error}", error)
+        alone = alone and not any(_halves_differ_on(optimizer, options, start, rare) for rare in _rare_gradients(start, grads))
     difference = (whole - together).abs().max().item()
     if difference <= _PROBE_TOLERANCE * largest:
         return not alone
@@ -264,6 +267,27 @@ def _halves_differ_by(
     except Exception:  # the optimizer fails on a flat part of a matrix
         return float("inf")
     return (whole.flatten() - torch.cat([first, second])).abs().max().item()
+
+
+def _rare_gradients(start: Tensor, grads: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return other gradients for the steps from ``start``: rules that look at a whole tensor in rare steps only must show here.
+
+    The first list becomes orthogonal to the rows of ``start`` (AdamP and SGDP project such steps); the second grows by steps of 100 (updates
+    that are clipped by their norm or mean square).
+    """
+    rows = start / start.norm(dim=1, keepdim=True)
+    across = [grad - (grad * rows).sum(1, keepdim=True) * rows for grad in grads[1:]]
+    return [[0.01 * grad for grad in (grads[0], *across)], [grad * 100.0 ** (step - 1) for step, grad in enumerate(grads)]]
+
+
+def _halves_differ_on(optimizer: torch.optim.Optimizer, options: dict[str, Any], start: Tensor, grads: Sequence[Tensor]) -> bool:
+    """Return whether the halves of the flattened matrix move otherwise than the matrix, which may also fail on these gradients."""
+    try:
+        whole = _result(optimizer, options, [start], [grads])
+    except Exception:  # whole tensors are right for element-wise optimizers too
+        return True
+    difference = _halves_differ_by(optimizer, options, start, grads, whole)
+    return not difference <= _PROBE_TOLERANCE * (whole - start).abs().max().item()  # true for NaN
 
 
 def _large_rate(options: dict[str, Any]) -> dict[str, Any]:
