@@ -103,6 +103,21 @@ class Clipped(Base):
         return (500.0 / param.grad.norm()).clamp(max=1.0)
 
 
+class Factored(Base):
+    """Looks at rows of large matrices alone, as big_vision's Adafactor does."""
+
+    def factor(self, param: torch.Tensor) -> torch.Tensor:
+        large = param.ndim == 2 and min(param.shape) >= 128
+        return 1 / param.grad.square().mean(1, keepdim=True).sqrt() if large else torch.ones(())
+
+
+class OfConvolutions(Base):
+    """Looks along the rows of convolutions alone, as gradient centralization may."""
+
+    def factor(self, param: torch.Tensor) -> torch.Tensor:
+        return param.grad.mean((1, 2, 3), keepdim=True) if param.ndim == 4 else torch.ones(())
+
+
 class Random(Base):
     """Adds noise."""
 
@@ -191,7 +206,7 @@ def test_unknown_elementwise_classes_run_on_shards(optimizer: torch.optim.Optimi
 
 
 @pytest.mark.parametrize("allow", [False, True])
-@pytest.mark.parametrize("kind", [OwnNorm, LateNorm, Random, Centralized, Rows, Projected, Clipped])
+@pytest.mark.parametrize("kind", [OwnNorm, LateNorm, Random, Centralized, Rows, Projected, Clipped, Factored, OfConvolutions])
 def test_probe_finds_what_looks_at_more_than_one_element(kind: Any, allow: bool) -> None:
     assert needs_whole_tensors(kind(params()), allow)
 
