@@ -322,7 +322,7 @@ TIE = Method(
 RESIZE = Method(
     "transformers.modeling_utils",
     "PreTrainedModel.resize_token_embeddings",
-    "there is no warning if a script takes the 0 rows of a sharded embedding for its size and makes the vocabulary smaller",
+    "at stage 3 resize_token_embeddings draws random numbers if the size stays, and frozen embeddings train afterwards",
     around="hf_zero.integrations.loading:resize_token_embeddings",
 )
 FILL_SHARDED = Method(

@@ -100,7 +100,8 @@ def needs_whole_tensors(
     Classes known to be element-wise, or known not to be, are recognised by exact class or by name. Every other class, subclasses of known
     ones included, is probed. The class is built with this optimizer's hyper-parameters in three ways: over a small matrix, over the two
     halves of the flattened matrix as two instances, and over the matrix beside another one. Each is stepped three times with the same
-    gradients; whole tensor and halves also with rare kinds of gradients and shapes. The optimizer itself and the global random state stay untouched.
+    gradients, and tensor and halves with rare kinds of gradients and shapes too. The optimizer itself and the global random state stay
+    untouched.
 
     Args:
         optimizer: The user's optimizer or the one from the configuration, with any parameters.
@@ -273,8 +274,8 @@ def _halves_differ_by(
 def _rare_trials(start: Tensor, grads: Sequence[Tensor]) -> Iterator[tuple[Tensor, list[Tensor]]]:
     """Yield other values and gradients: rules that look at a whole tensor in some steps only, or at some shapes, must show here.
 
-    The first gradients become nearly orthogonal to the rows of ``start`` (AdamP and SGDP project such steps). The second grow by steps of 100
-    (updates that are clipped by their norm or mean square). The other trials have a matrix that is large enough to be factored, and
+    The first gradients become nearly orthogonal to the rows of ``start`` (AdamP and SGDP project such steps). The second grow by steps of
+    100 (updates that are clipped by their norm or mean square). The other trials have a matrix that is large enough to be factored, and
     a convolution's weight; the halves of every trial are vectors.
     """
     rows = start / start.norm(dim=1, keepdim=True)
