@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from torch import nn
+from torch.random import fork_rng
 
 from hf_zero.config.read import read_config
 from hf_zero.core.model_init import ConstructorAccess
@@ -20,6 +21,7 @@ from hf_zero.core.units.values import show_as_built
 from hf_zero.deepspeed import zero_init as init
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.integrations import callers, methods
+from hf_zero.observe import warn_once
 
 ALLOW_VARIABLE = "HF_ZERO_ALLOW_MISSING_WEIGHTS"
 _SHOWN = 5
@@ -204,6 +206,74 @@ def tie_weights(method: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     params = [param for module in holders for param in module.parameters(recurse=False)]
     with gathered.GatheredParameters([param for param in params if is_sharded(param)]):
         return method(model, *args, **kwargs)
+
+
+def resize_token_embeddings(
+    method: Any, model: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *args: Any, **kwargs: Any
+) -> Any:
+    """Replace ``PreTrainedModel.resize_token_embeddings``: at stage 3 it changes what it changes without stage 3, and warns of lost rows.
+
+    [Note: resized vocabularies] At stage 3 transformers replaces embeddings and head even if their size stays. This draws random numbers (a
+    later LoRA would begin with other weights), and frozen ones would train from then on. A sharded weight shows 0 rows: without
+    ``new_num_tokens`` it would be padded to 0 rows, and a script that resizes if ``len(tokenizer) > weight.shape[0]`` always resizes, so a
+    vocabulary that is padded beyond its tokenizer loses rows that plain PyTorch keeps. A script may also want that, so it is a warning.
+
+    Args:
+        method: The replaced method.
+        model: The model.
+        new_num_tokens: Rows to have; None for those that are there.
+        pad_to_multiple_of: The number of rows is rounded up to a multiple of it.
+        *args: Further arguments of the method.
+        **kwargs: Further arguments of the method.
+
+    Returns:
+        The embeddings that the method returns.
+    """
+    from transformers.integrations import deepspeed
+
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    ends = [end for end in ends if isinstance(getattr(end, "weight", None), nn.Parameter)]
+    hidden = [end.weight for end in ends if is_sharded(end.weight)]
+    if not hidden or ends[0] is not model.get_input_embeddings() or not deepspeed.is_deepspeed_zero3_enabled():
+        return method(model, new_num_tokens, pad_to_multiple_of, *args, **kwargs)
+    sizes = [full_shape(end.weight)[0] for end in ends]
+    if new_num_tokens is None and pad_to_multiple_of is not None:
+        new_num_tokens = sizes[0]
+    rows = sizes[0] if new_num_tokens is None else -(-new_num_tokens // (pad_to_multiple_of or 1)) * (pad_to_multiple_of or 1)
+    if all(size == rows for size in sizes):
+        with gathered.GatheredParameters(hidden), configuration_hidden():
+            return method(model, new_num_tokens, pad_to_multiple_of, *args, **kwargs)
+    trains = [end.weight.requires_grad for end in ends]
+    with _drawing_once(model, len(ends) == 2 and ends[0].weight is ends[1].weight):
+        embeddings = method(model, new_num_tokens, pad_to_multiple_of, *args, **kwargs)
+    for end, trained in zip((model.get_input_embeddings(), model.get_output_embeddings()), trains, strict=False):
+        end.requires_grad_(trained)
+    if rows < sizes[0]:
+        warn_once(
+            f"resize_token_embeddings removed rows of the vocabulary of {type(model).__name__}: it had {sizes[0]} and has {rows} now. At "
+            "stage 3 weight.shape[0] of a sharded embedding is 0, so a script that resizes if len(tokenizer) is larger always "
+            "resizes. If the rows should stay, compare len(tokenizer) with model.config.get_text_config().vocab_size"
+        )
+    return embeddings
+
+
+@contextmanager
+def _drawing_once(model: Any, tied: bool) -> Iterator[None]:
+    """Keep the random state where a ``tied`` head is resized: without stage 3 the resized embeddings are its weight already."""
+    if not tied:
+        yield
+        return
+    resize, device = model._get_resized_lm_head, model.get_output_embeddings().weight.device
+
+    def resize_head(*args: Any, **kwargs: Any) -> Any:
+        with fork_rng([] if device.type == "cpu" else [device], device_type="cuda" if device.type == "cpu" else device.type):
+            return resize(*args, **kwargs)
+
+    model._get_resized_lm_head = resize_head
+    try:
+        yield
+    finally:
+        del model._get_resized_lm_head
 
 
 def fill_sharded(method: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:

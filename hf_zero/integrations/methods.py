@@ -326,6 +326,12 @@ TIE = Method(
     "from_pretrained at stage 3 cannot compare weights that a checkpoint has under both of their names",
     around="hf_zero.integrations.loading:tie_weights",
 )
+RESIZE = Method(
+    "transformers.modeling_utils",
+    "PreTrainedModel.resize_token_embeddings",
+    "at stage 3 resize_token_embeddings draws random numbers if the size stays, and frozen embeddings train afterwards",
+    around="hf_zero.integrations.loading:resize_token_embeddings",
+)
 FILL_SHARDED = Method(
     "transformers.modeling_utils",
     "_load_state_dict_into_zero3_model",
@@ -390,5 +396,5 @@ METHODS = (
     BACKWARD, BACKWARD_OF_SEVERAL, PREPARE_ONE, STEP,
     ZERO_GRAD, NORM, CLIP, OPERATIONS, MESHES,
     FILL, PROCESS, OPTIMIZERS, FILL_SHARDED, CONFIGURATION, ARGUMENTS, AGENT, CONTEXT_SIZE, PREPARE_CP, CONTEXT, CONTEXT_INPUTS,
-    PARALLELISM, RECURRENT, INPUTS, BEST, *HASHES, *COUNTS, *FILES,
+    PARALLELISM, RECURRENT, INPUTS, RESIZE, BEST, *HASHES, *COUNTS, *FILES,
 )  # fmt: skip

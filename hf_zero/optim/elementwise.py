@@ -28,6 +28,7 @@ _ALLOW_KEY = "zero_allow_untested_optimizer"
 # Relative to the largest update. Element-wise kernels differ by rounding only (1e-6 for those that compute in fp32);
 # norms and factored moments of halves differ by tens of percent.
 _PROBE_TOLERANCE = 1e-4
+_RARE_SHAPES = ((160, 192), (4, 3, 3, 3))
 
 _ELEMENTWISE: frozenset[type] = frozenset(
     {
@@ -66,6 +67,8 @@ WHOLE_TENSOR: dict[str, str] = {
     "lars": "it scales each update by the norms of the whole parameter",
     "fusednovograd": "it keeps one second moment per whole parameter",
     "novograd": "it keeps one second moment per whole parameter",
+    "adamp": "it projects updates by the directions of whole rows and parameters",
+    "sgdp": "it projects updates by the directions of whole rows and parameters",
     "adam_mini": "it keeps one second moment per block of a whole parameter",
     "adammini": "it keeps one second moment per block of a whole parameter",
     "galoreadamw": "it projects whole gradient matrices",
@@ -97,7 +100,8 @@ def needs_whole_tensors(
     Classes known to be element-wise, or known not to be, are recognised by exact class or by name. Every other class, subclasses of known
     ones included, is probed. The class is built with this optimizer's hyper-parameters in three ways: over a small matrix, over the two
     halves of the flattened matrix as two instances, and over the matrix beside another one. Each is stepped three times with the same
-    gradients. The optimizer itself and the global random state stay untouched.
+    gradients, and tensor and halves with rare kinds of gradients and shapes too. The optimizer itself and the global random state stay
+    untouched.
 
     Args:
         optimizer: The user's optimizer or the one from the configuration, with any parameters.
@@ -242,6 +246,7 @@ def _probe(optimizer: torch.optim.Optimizer, options: dict[str, Any], undecided:
             together = _result(optimizer, options, starts, both, int(alone))
         except Exception as error:
             return undecided(f"could not be tried on two small matrices: {type(error).__name__}: {error}", error)
+        alone = alone and not any(_halves_differ_on(optimizer, options, *trial) for trial in _rare_trials(start, grads))
     difference = (whole - together).abs().max().item()
     if difference <= _PROBE_TOLERANCE * largest:
         return not alone
@@ -264,6 +269,36 @@ def _halves_differ_by(
     except Exception:  # the optimizer fails on a flat part of a matrix
         return float("inf")
     return (whole.flatten() - torch.cat([first, second])).abs().max().item()
+
+
+def _rare_trials(start: Tensor, grads: Sequence[Tensor]) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    """Yield other values and gradients: rules that look at a whole tensor in some steps only, or at some shapes, must show here.
+
+    The first gradients become nearly orthogonal to the rows of ``start`` (AdamP and SGDP project such steps). The second grow by steps of
+    100 (updates that are clipped by their norm or mean square). The other trials have a matrix that is large enough to be factored, and
+    a convolution's weight; the halves of every trial are vectors.
+    """
+    rows = start / start.norm(dim=1, keepdim=True)
+    across = [grad - (grad * rows).sum(1, keepdim=True) * rows for grad in grads[1:]]
+    across = [grad + 0.05 / rows.shape[1] ** 0.5 * grad.norm(dim=1, keepdim=True) * rows for grad in across]
+    yield start, [0.01 * grad for grad in (grads[0], *across)]
+    yield start, [grad * 100.0 ** (step - 1) for step, grad in enumerate(grads)]
+    generator = torch.Generator().manual_seed(1)
+    for shape in _RARE_SHAPES:
+        values = [torch.randn(shape, generator=generator, dtype=torch.float64).to(start) for _ in range(1 + len(grads))]
+        for grad in values[1:]:
+            grad.flatten()[grad.numel() // 2 :] *= 10.0  # in place: the gradient is contiguous
+        yield values[0], values[1:]
+
+
+def _halves_differ_on(optimizer: torch.optim.Optimizer, options: dict[str, Any], start: Tensor, grads: Sequence[Tensor]) -> bool:
+    """Return whether the halves of the flattened matrix move otherwise than the matrix, which may also fail on these gradients."""
+    try:
+        whole = _result(optimizer, options, [start], [grads])
+    except Exception:  # whole tensors are right for element-wise optimizers too
+        return True
+    difference = _halves_differ_by(optimizer, options, start, grads, whole)
+    return not difference <= _PROBE_TOLERANCE * (whole - start).abs().max().item()  # true for NaN
 
 
 def _large_rate(options: dict[str, Any]) -> dict[str, Any]:

@@ -85,6 +85,39 @@ class LateNorm(Base):
         return param.grad.norm() if state["step"] > 2 else torch.ones(())
 
 
+class Projected(Base):
+    """Looks at whole rows in rare steps, as AdamP and SGDP do: where the gradient is orthogonal to them, it projects its momentum."""
+
+    def factor(self, param: torch.Tensor) -> torch.Tensor:
+        momentum = self.state[param].setdefault("momentum", torch.zeros_like(param)).lerp_(param.grad, 0.1)
+        if param.ndim < 2 or torch.cosine_similarity(param, param.grad).abs().max() > 0.1 / param.shape[1] ** 0.5:
+            return momentum
+        rows = param / param.norm(dim=1, keepdim=True)
+        return momentum - rows * (rows * momentum).sum(1, keepdim=True)
+
+
+class Clipped(Base):
+    """Clips an update by its norm, which only large gradients reach."""
+
+    def factor(self, param: torch.Tensor) -> torch.Tensor:
+        return (500.0 / param.grad.norm()).clamp(max=1.0)
+
+
+class Factored(Base):
+    """Looks at rows of large matrices alone, as big_vision's Adafactor does."""
+
+    def factor(self, param: torch.Tensor) -> torch.Tensor:
+        large = param.ndim == 2 and min(param.shape) >= 128
+        return 1 / param.grad.square().mean(1, keepdim=True).sqrt() if large else torch.ones(())
+
+
+class OfConvolutions(Base):
+    """Looks along the rows of convolutions alone, as gradient centralization may."""
+
+    def factor(self, param: torch.Tensor) -> torch.Tensor:
+        return param.grad.mean((1, 2, 3), keepdim=True) if param.ndim == 4 else torch.ones(())
+
+
 class Random(Base):
     """Adds noise."""
 
@@ -173,7 +206,7 @@ def test_unknown_elementwise_classes_run_on_shards(optimizer: torch.optim.Optimi
 
 
 @pytest.mark.parametrize("allow", [False, True])
-@pytest.mark.parametrize("kind", [OwnNorm, LateNorm, Random, Centralized, Rows])
+@pytest.mark.parametrize("kind", [OwnNorm, LateNorm, Random, Centralized, Rows, Projected, Clipped, Factored, OfConvolutions])
 def test_probe_finds_what_looks_at_more_than_one_element(kind: Any, allow: bool) -> None:
     assert needs_whole_tensors(kind(params()), allow)
 
@@ -267,6 +300,7 @@ def test_known_classes_are_told_by_name() -> None:
     for optimizer in (
         torch.optim.Adafactor(params()),
         type("Lars", (Base,), {})(params()),
+        type("SGDP", (Base,), {})(params()),
         type("MyCame", (type("CAME", (Base,), {}),), {})(params()),
         type("PagedAdamW8bit", (Base,), {})(params()),
     ):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tests.support import ranks, trainers
+from tests.support.logged import messages_of_log
 
 
 def _stage_3(folder: Path) -> Any:
@@ -98,6 +99,59 @@ def _resize(models: Path, folder: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_resized_embeddings(name: str, trainer_models: Path, tmp_path: Path) -> None:
     ranks.run_ranks(_resize, 2, trainer_models, tmp_path, name)
+
+
+def _shrink(models: Path, folder: Path) -> None:
+    """Make the vocabulary smaller as example scripts of transformers do where ``weight.shape[0]`` is 0, and as a script that means it."""
+    with trainers.clean_state():
+        kept = _stage_3(folder)
+        model, tokens = trainers.load(models, "llama"), trainers.VOCAB - 3
+        with messages_of_log() as messages:
+            if tokens > model.get_input_embeddings().weight.shape[0]:
+                model.resize_token_embeddings(tokens)
+            model.resize_token_embeddings(tokens)  # changes nothing
+            model.resize_token_embeddings(trainers.VOCAB, mean_resizing=False)
+        found = [text for text in messages if "resize_token_embeddings" in text]
+        assert len(found) == (ranks.rank() == 0), messages
+        assert not found or f"it had {trainers.VOCAB} and has {tokens} now" in found[0] and "vocab_size" in found[0], found
+        assert kept is not None
+
+
+def test_a_vocabulary_that_shrinks_because_its_size_is_hidden_gives_one_warning(trainer_models: Path, tmp_path: Path) -> None:
+    ranks.run_ranks(_shrink, 2, trainer_models, tmp_path)
+
+
+def _resized(model: Any, tokens: int | None, pad: int | None) -> dict[str, Any]:
+    """Return the weights of a frozen model with another vocabulary, the parameters that train, and the next random number."""
+    model.requires_grad_(False)
+    torch.manual_seed(3)
+    model.resize_token_embeddings(tokens, pad_to_multiple_of=pad, mean_resizing=False)
+    trained = [name for name, param in model.named_parameters() if param.requires_grad]
+    return {"next": torch.rand(1), "trained": trained, "rows": model.config.vocab_size} | trainers.weights_of(model)
+
+
+def _resize_as_in_plain_pytorch(models: Path, folder: Path, name: str) -> None:
+    sizes = [
+        (trainers.VOCAB, None),
+        (trainers.VOCAB + 8, None),
+        (trainers.VOCAB - 3, None),
+        (None, 128),
+        (trainers.VOCAB - 1, trainers.VOCAB),
+    ]
+    with trainers.clean_state():
+        expected = [_resized(trainers.load(models, name), *size) for size in sizes]
+        kept = _stage_3(folder)
+        for size, plain in zip(sizes, expected, strict=True):
+            found = _resized(trainers.load(models, name), *size)
+            assert found["trained"] == plain["trained"] == [], (size, found["trained"])
+            different = [key for key, value in plain.items() if not torch.equal(torch.as_tensor(value), torch.as_tensor(found[key]))]
+            assert not different and found.keys() == plain.keys(), (size, different)
+        assert kept is not None
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_resized_frozen_embeddings_equal_those_of_plain_pytorch(name: str, trainer_models: Path, tmp_path: Path) -> None:
+    ranks.run_ranks(_resize_as_in_plain_pytorch, 2, trainer_models, tmp_path, name)
 
 
 def _converted_weights(folder: Path) -> None:
