@@ -158,7 +158,7 @@ def initialize(
         UnsupportedError: The configuration or an argument requests an unsupported feature.
         StateError: Ranks have different settings, models or optimizers; on every rank.
     """
-    model = _begun(model)
+    model = _begun(model, training_data)
     source = _source_of(args, config if config is not None else config_params)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     require_parameters(model_parameters)
@@ -194,16 +194,20 @@ def initialize(
     return engine, engine.optimizer if inner is not None else None, engine.training_dataloader, engine.lr_scheduler
 
 
-def _begun(model: nn.Module | None) -> nn.Module:
+def _begun(model: nn.Module | None, training_data: Any) -> nn.Module:
     """Return ``model`` after the checks that need neither ranks nor the configuration.
 
     Raises:
-        ConfigError: There is no model.
+        ConfigError: There is no model, it is an engine already, or ``training_data`` is a text.
         StateError: A script has replaced a method of DeepSpeed's classes that nothing here calls.
         UnsupportedError: ``model`` is a PipelineModule that something else has divided.
     """
     if model is None:
         raise ConfigError("initialize() needs model=, a torch.nn.Module")
+    if isinstance(model, Engine):
+        raise ConfigError("initialize() was given an engine that it has made before; train with that engine, or give a model")
+    if isinstance(training_data, str):
+        raise ConfigError(f"training_data is {training_data!r}; a dataset is allowed, such as datasets.load_dataset(...)")
     if isinstance(model, PipelineModule):
         require_undivided(model)
     _watched.tell()

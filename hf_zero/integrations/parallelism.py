@@ -120,7 +120,8 @@ def require_same_attention(config: Any, models: Iterable[Any]) -> None:
 
 
 def require_divided(built: Engine) -> None:
-    """Raise if accelerate or Trainer has made an engine with sequence-parallel groups, and nothing divides the sequences of its model.
+    """Raise if accelerate or Trainer has made an engine with sequence-parallel groups, and nothing divides the sequences of its model. Warn if
+    a script has made it, which may give whole sequences to all ranks of a group.
 
     accelerate cuts batches and registers the model if ``sp_size`` of a ParallelismConfig says so, and does not read
     ``sequence_parallel_size`` of the configuration. Called when an engine is built.
@@ -129,11 +130,18 @@ def require_divided(built: Engine) -> None:
         ConfigError: The model is one of transformers, and was not registered.
     """
     groups, model = getattr(built, "sequence_parallel", None), built.module
-    if groups is None or not callers.running(methods.PREPARE) or not hasattr(getattr(model, "config", None), "_attn_implementation"):
+    if groups is None or not hasattr(getattr(model, "config", None), "_attn_implementation"):
         return
     if any(bound_forwards(part) is not None or isinstance(part, DistributedAttention) for part in model.modules()):
         return
     size = groups.axis.world
+    if not callers.running(methods.PREPARE):
+        warn_once(
+            f"sequence_parallel_size is {size}, but nothing divides the attention of {type(model).__name__}: a rank that is given a slice of "
+            "a sequence attends to the tokens of its slice only. Call UlyssesSPAttentionHF.register_with_transformers(model, ...) and pass "
+            "its result as mpu, or use hf_zero.context_parallel_size, which takes whole batches"
+        )
+        return
     raise ConfigError(
         f"sequence_parallel_size is {size} in the configuration, but nothing divides the sequences of {type(model).__name__}: accelerate "
         f"and Trainer do it if ParallelismConfig(sp_size={size}) is given (parallelism_config=, or accelerate launch "

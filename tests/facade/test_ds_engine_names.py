@@ -170,7 +170,7 @@ def test_module_state_dict_has_the_names_of_the_module(stage: int) -> None:
     ranks.run_ranks(_state_dict, 2, stage)
 
 
-def _foreign_scheduler() -> None:
+def _wrong_arguments() -> None:
     import hf_zero
 
     model = MLP.build()
@@ -185,10 +185,16 @@ def _foreign_scheduler() -> None:
         ValueError, match=r"model_parameters is 'all'; parameters or param groups are allowed, such as model.parameters\(\)"
     ):
         hf_zero.initialize(model=MLP.build(), model_parameters="all", config={"train_micro_batch_size_per_gpu": 1})
+    with pytest.raises(ValueError, match=r"training_data is 'train.json'; a dataset is allowed"):
+        initialize(MLP.build(), Run(1), training_data="train.json")
+    engine = initialize(MLP.build(), Run(1))
+    with pytest.raises(ValueError, match="given an engine that it has made before; train with that engine"):
+        initialize(engine, Run(1))
+    engine.destroy()
 
 
-def test_a_scheduler_of_another_optimizer_is_refused() -> None:
-    ranks.run_ranks(_foreign_scheduler, 1)
+def test_a_scheduler_of_another_optimizer_and_other_wrong_arguments_are_refused() -> None:
+    ranks.run_ranks(_wrong_arguments, 1)
 
 
 def _loaded_by_hand(stage: int) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import hf_zero
+from hf_zero import observe
 from hf_zero.deepspeed.served import groups, sequence_state
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from hf_zero.integrations.ulysses import UlyssesSPAttentionHF
@@ -23,6 +24,7 @@ from hf_zero.sequence_parallel.batches import UlyssesSPDataLoaderAdapter, prepar
 from hf_zero.sequence_parallel.exchange import key_heads
 from hf_zero.sequence_parallel.layer import DistributedAttention, SeqAllToAll
 from tests.support import ranks
+from tests.support.logged import messages_of_log
 from tests.support.models import CASES
 from tests.support.sequences import Data, build, cut, llama
 
@@ -52,6 +54,23 @@ def test_every_query_head_meets_its_key_head(ranks_: int, own: int, data: st.Dat
 def test_heads_that_do_not_divide_are_named() -> None:
     with pytest.raises(ConfigError, match="over 4 ranks divides the 6 attention heads .* sizes that do: 1, 2, 3, 6"):
         key_heads(6, 2, 4)
+
+
+def _undivided(registers: bool) -> None:
+    arguments: dict[str, Any] = {"micro_batch_size": 1, "sequence_parallel_size": 2, "core_attn_implementation": "sdpa"}
+    observe._warned.clear()
+    model = build(llama)
+    mpu = UlyssesSPAttentionHF.register_with_transformers(model, **arguments) if registers else None
+    with messages_of_log() as messages:
+        engine = hf_zero.initialize(model=model, config={**CONFIG, "sequence_parallel_size": 2}, mpu=mpu)[0]
+    expected = ranks.rank() == 0 and not registers
+    assert sum("nothing divides the attention of LlamaForCausalLM" in text for text in messages) == expected, messages
+    engine.destroy()
+
+
+@pytest.mark.parametrize("registers", [True, False])
+def test_a_model_whose_attention_nothing_divides_gives_a_warning(registers: bool) -> None:
+    ranks.run_ranks(_undivided, 2, registers)
 
 
 # ---------------------------------------------------------------------------------------------------------------- layer
