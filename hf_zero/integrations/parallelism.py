@@ -120,8 +120,9 @@ def require_same_attention(config: Any, models: Iterable[Any]) -> None:
 
 
 def require_divided(built: Engine) -> None:
-    """Raise if accelerate or Trainer has made an engine with sequence-parallel groups, and nothing divides the sequences of its model. Warn if
-    a script has made it, which may give whole sequences to all ranks of a group.
+    """Raise if accelerate or Trainer has made an engine with sequence-parallel groups, and nothing divides the sequences of its model.
+
+    If a script has made the engine, it may give whole sequences to all ranks of a group, so there is only a warning.
 
     accelerate cuts batches and registers the model if ``sp_size`` of a ParallelismConfig says so, and does not read
     ``sequence_parallel_size`` of the configuration. Called when an engine is built.
@@ -137,9 +138,9 @@ def require_divided(built: Engine) -> None:
     size = groups.axis.world
     if not callers.running(methods.PREPARE):
         warn_once(
-            f"sequence_parallel_size is {size}, but nothing divides the attention of {type(model).__name__}: a rank that is given a slice of "
-            "a sequence attends to the tokens of its slice only. Call UlyssesSPAttentionHF.register_with_transformers(model, ...) and pass "
-            "its result as mpu, or use hf_zero.context_parallel_size, which takes whole batches"
+            f"sequence_parallel_size is {size}, but nothing divides the attention of {type(model).__name__}: a rank that is given a slice "
+            "of a sequence attends to the tokens of its slice only. Call UlyssesSPAttentionHF.register_with_transformers(model, ...) and "
+            "pass its result as mpu, or use hf_zero.context_parallel_size, which takes whole batches"
         )
         return
     raise ConfigError(
