@@ -112,3 +112,18 @@ def test_write_that_one_stage_refuses_is_an_error_on_all_ranks_at_a_save(tmp_pat
     with pytest.raises(RankError) as error:
         run_ranks(refused_write, 2, str(tmp_path))
     assert all("was given the memory of transformer.h.0.ln_2.weight" in outcome.text for outcome in error.value.outcomes)
+
+
+def loads_whole() -> int:
+    """Load the values of all stages on every rank; return the number of warnings that all ranks must do so."""
+    engine = initialize()
+    observe._warned.clear()
+    values = {name: torch.zeros_like(param) for name, param in CASES["gpt2"].build().named_parameters()}
+    with messages_of_log() as lines:
+        engine.module.load_state_dict(values, strict=False)
+    assert not any(param.any() for param in engine.module.parameters())
+    return sum("every rank must call it" in line for line in lines)
+
+
+def test_a_whole_state_dict_loads_with_a_warning() -> None:
+    assert run_ranks(loads_whole, 2) == [1, 0]

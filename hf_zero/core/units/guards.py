@@ -13,7 +13,7 @@ from hf_zero.core.units.marks import is_elsewhere, is_expert, is_packed, whole_s
 from hf_zero.core.units.sharded_parameter import StandIn, refusal
 from hf_zero.core.units.unit import find_unit, full_shape, is_sharded
 from hf_zero.errors import StateError, saved_without_values
-from hf_zero.observe import logger
+from hf_zero.observe import logger, warn_once
 
 # Attribute of an engine's forward hook: the module that the hook was made for. A deep copy of the module has the same hooks.
 HOOKED_MODULE = "_hf_zero_module"
@@ -210,6 +210,10 @@ def _leave_alone(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
             )
         if param is not None and is_elsewhere(param) and isinstance(entry, torch.Tensor) and entry.shape == whole_shape(param):
             state[name] = param  # the stages that hold it load the values
+            warn_once(
+                "load_state_dict() of the whole model into a pipeline: each stage takes the values of its own layers, so every rank must "
+                "call it with the same values; a rank that loads alone changes its own stage only"
+            )
         if param is None or not isinstance(entry, StandIn):
             continue
         if entry.source is not param or not _is_apart(param):
