@@ -1,4 +1,4 @@
-"""The contenders of ``offload_gpu.py`` and ``step_time_gpu.py``: each builds its model and returns the function that trains one step.
+"""The contenders of the benchmarks on devices: each builds its model and returns the function that trains one step.
 
 Needs only torch, transformers and the contender's package; PEFT, torchao and Liger if a job asks for them.
 """
@@ -30,7 +30,7 @@ class Job:
         device: ``cuda``, ``cpu``, or ``pretend`` for the tests' pretend accelerator.
         dtype: ``bf16`` or ``fp16``.
         size: layers, width, heads, vocab, length, batch.
-        shape: ``gpt2`` or ``llama``.
+        shape: A shape of ``training.build_model``.
         stage: ZeRO stage of hf_zero and DeepSpeed.
         offload: Keep parameters and optimizer on the host; without it, torch's fused AdamW is the client's optimizer everywhere.
         reshard: FSDP2 drops whole parameters after forward.
@@ -46,6 +46,8 @@ class Job:
         warmup: Number of steps before the timed ones.
         overlap: ``hf_zero.offload_overlap``.
         trace: Path for one step's profile; empty for none.
+        search: Train with the largest batch that fits ``cap_gib``, instead of that of ``size``, with which the search begins.
+        most: A batch that the search does not exceed; 0 for none.
     """
 
     contender: str
@@ -68,6 +70,8 @@ class Job:
     warmup: int = 2
     overlap: str = "auto"
     trace: str = ""
+    search: bool = False
+    most: int = 0
 
 
 # ------------------------------------------------------------------------------------------------ models

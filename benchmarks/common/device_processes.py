@@ -26,10 +26,11 @@ TAIL = 2000  # characters
 
 @dataclass(frozen=True)
 class Outcome:
-    """Answer of a contender, or the reason why there is none."""
+    """Answer of a contender, or the reason why there is none, and what the failed rank wrote to its standard error."""
 
     answer: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
+    errors: str = ""
 
 
 class Started:
@@ -153,7 +154,8 @@ def _outcome(job: Mapping[str, Any], codes: list[int], outs: list[str], errors: 
     # A killed rank may be a consequence of another rank's failure, which has the reason.
     failed = next((rank for rank, code in enumerate(codes) if code not in (0, -signal.SIGKILL)), 0)
     print(errors[failed][-TAIL:], file=sys.stderr)
-    return Outcome(reason=f"not done after {job['limit']:g} s" if late else reason_of(codes[failed], errors[failed]))
+    reason = f"not done after {job['limit']:g} s" if late else reason_of(codes[failed], errors[failed])
+    return Outcome(reason=reason, errors=errors[failed])
 
 
 def _text(file: IO[bytes]) -> str:

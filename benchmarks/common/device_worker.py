@@ -1,4 +1,4 @@
-"""One rank of a contender of ``offload_gpu.py`` and ``step_time_gpu.py``, also with a peer's Python: train, print one JSON line.
+"""One rank of a contender of the benchmarks on devices, also with a peer's Python: train, print one JSON line.
 
 Imports its packages, waits for a line on standard input, and only then uses the device, so that a contender starts while the one before
 still trains. The contender ``rates`` measures the machine instead: copies in both directions, Adam, forward and backward alone.
@@ -18,14 +18,18 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.common.contenders import CONTENDERS, DTYPES, PACKAGES, Job
+from benchmarks.common.contenders import CONTENDERS, DTYPES, PACKAGES, Job, Step
 from benchmarks.common.training import build_model, make_batch
+
+CLOSE = 0.97  # of the memory that a search for the largest batch fills
+NEAR = 1.25  # the largest batch to the largest that the search has tried before
 
 # ------------------------------------------------------------------------------------------------ measuring
 
@@ -95,9 +99,55 @@ def traced(job: Job) -> Iterator[None]:
     recorded.export_chrome_trace(job.trace)
 
 
+def searched(peak: Callable[[int], int], agreed: Callable[[int], int], first: int, limit: float, most: int = 0) -> int:
+    """Return the largest batch whose peak is within a limit, by the line through the peaks of the last two that were tried.
+
+    Peaks of the smallest batches can be those of the update, which do not grow, so the last one tried is near the answer.
+
+    Args:
+        peak: Trains a step with a batch, and returns its peak in bytes.
+        agreed: Returns the least of the ranks' numbers, because all ranks must do the same steps.
+        first: The smallest batch that is tried.
+        limit: Bytes.
+        most: A batch that is not exceeded, and then none between is tried; 0 for none.
+    """
+    known = [(batch, peak(batch)) for batch in (first, 2 * first)]
+    while True:
+        (small, low), (large, high) = known[-2:]
+        fits = agreed(max(1, int(large + (limit - high) * (large - small) / max(1, high - low))))
+        if most or fits <= NEAR * large:
+            return min(fits, most or fits)
+        between = min((fits + large) // 2, 4 * large)
+        known.append((between, peak(between)))
+
+
+def largest_batch(job: Job, step: Step) -> int:
+    """Return the largest batch that fits ``job.cap_gib``, from steps with smaller ones."""
+    memory = torch.get_device_module(job.device)
+    steps = 0
+
+    def peak(batch: int) -> int:
+        nonlocal steps
+        for _ in range(1 if steps else 2):  # the optimizer creates its states in the first step
+            memory.reset_peak_memory_stats()
+            step(_on_device(job, make_batch(steps, torch.distributed.get_rank(), {**job.size, "batch": batch})))
+            steps += 1
+        return int(memory.max_memory_allocated())
+
+    def agreed(batch: int) -> int:
+        least = torch.tensor(batch)
+        torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN)
+        return int(least)
+
+    return searched(peak, agreed, job.size["batch"], CLOSE * job.cap_gib * 2**30, job.most)
+
+
 def train(job: Job) -> dict[str, Any]:
     """Time steps of one contender."""
     step = CONTENDERS[job.contender](job)
+    if job.search:
+        job = replace(job, size={**job.size, "batch": largest_batch(job, step)})
+        print(f"tries a batch of {job.size['batch']}", file=sys.stderr, flush=True)
     if job.device != "cpu":
         torch.get_device_module(job.device).empty_cache()
         torch.get_device_module(job.device).reset_peak_memory_stats()  # some contenders draw initial values on the device
@@ -119,7 +169,7 @@ def train(job: Job) -> dict[str, Any]:
             loss = step(batch)
         synchronize(job)
         found.append((time.perf_counter() - start) / len(part))
-    answer = {"seconds": statistics.median(found), "first": first, "loss": float(loss), **peaks(job)}
+    answer = {"seconds": statistics.median(found), "first": first, "loss": float(loss), "batch": job.size["batch"], **peaks(job)}
     if job.trace:
         try:
             with traced(job):  # two steps, because an update may continue into the next forward
@@ -167,24 +217,30 @@ def main() -> None:
     job = parser.parse_args().job
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # libraries print to standard output
+    own = {"cuda": "nccl"}.get(job.device, "gloo")
     if job.device == "pretend":
         from tests import pretend
+        from tests.pretend import network
 
         pretend.load()
+        network.register()
+        own = network.NAME
     load(job)
     if not sys.stdin.readline():
         raise SystemExit("the benchmark has ended")
     if job.host_gib:
         watch_host(job.host_gib)
-    if job.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        if job.cap_gib:
+    if job.device != "cpu":
+        os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % torch.accelerator.device_count())  # ranks may share a device
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+        if job.cap_gib and job.device == "cuda":
             torch.cuda.set_per_process_memory_fraction(min(1.0, job.cap_gib * 2**30 / torch.cuda.mem_get_info()[1]))
     if job.contender == "rates":
         answers.write(json.dumps(rates(job)) + "\n")
         return
     # FSDP2 sums the norms of offloaded gradients on the host, which needs a host back end.
-    torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if job.device == "cuda" else "gloo")
+    shared = job.device == "cuda" and int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count()
+    torch.distributed.init_process_group("gloo" if shared or job.device == "cpu" else f"cpu:gloo,{job.device}:{own}")
     answers.write(json.dumps(train(job)) + "\n")
     answers.flush()
     sys.stderr.flush()

@@ -13,12 +13,18 @@ Step = Callable[[dict[str, Tensor]], float]
 
 
 def build_model(shape: str, size: dict[str, int]) -> nn.Module:
-    """Return GPT-2 or Llama with random weights, the same on every rank and in every contender.
+    """Return a model with random weights, the same on every rank and in every contender.
 
-    ``size`` has layers, width, heads, vocab and length; for Llama also inner, the width of the feed-forward layers, if it is not 8/3 of the
-    width, and kv_heads, if they are not half of the heads.
+    Args:
+        shape: ``gpt2``, ``llama``, or with the dropout of the published models ``deberta-v2`` (a classifier) and ``blenderbot``.
+        size: layers, width, heads, vocab and length; for Llama also inner, the width of the feed-forward layers, if it is not 8/3 of the
+            width, and kv_heads, if they are not half of the heads; for a classifier classes; for BlenderBot encoder_layers.
     """
     torch.manual_seed(0)
+    if shape == "deberta-v2":
+        return _classifier(size)
+    if shape == "blenderbot":
+        return _blenderbot(size)
     if shape == "gpt2":
         from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -54,10 +60,62 @@ def build_model(shape: str, size: dict[str, int]) -> nn.Module:
     )
 
 
+def _classifier(size: dict[str, int]) -> nn.Module:
+    from transformers import DebertaV2Config, DebertaV2ForSequenceClassification
+
+    return DebertaV2ForSequenceClassification(
+        DebertaV2Config(
+            vocab_size=size["vocab"],
+            hidden_size=size["width"],
+            intermediate_size=4 * size["width"],
+            num_hidden_layers=size["layers"],
+            num_attention_heads=size["heads"],
+            relative_attention=True,
+            position_buckets=256,
+            norm_rel_ebd="layer_norm",
+            share_att_key=True,
+            pos_att_type=["p2c", "c2p"],
+            position_biased_input=False,
+            type_vocab_size=0,
+            conv_kernel_size=3,
+            conv_act="gelu",
+            pooler_hidden_size=size["width"],
+            num_labels=size["classes"],
+        )  # fmt: skip
+    )
+
+
+def _blenderbot(size: dict[str, int]) -> nn.Module:
+    from transformers import BlenderbotConfig, BlenderbotForConditionalGeneration
+
+    return BlenderbotForConditionalGeneration(
+        BlenderbotConfig(
+            vocab_size=size["vocab"],
+            d_model=size["width"],
+            encoder_layers=size["encoder_layers"],
+            decoder_layers=size["layers"],
+            encoder_attention_heads=size["heads"],
+            decoder_attention_heads=size["heads"],
+            encoder_ffn_dim=4 * size["width"],
+            decoder_ffn_dim=4 * size["width"],
+            max_position_embeddings=size["length"],
+            scale_embedding=True,
+            use_cache=False,
+        )  # fmt: skip
+    )
+
+
 def make_batch(step: int, rank: int, size: dict[str, int]) -> dict[str, Tensor]:
-    """Return random tokens (batch, length) that depend on step and rank only."""
+    """Return random tokens (batch, length) that depend on step and rank only.
+
+    Labels are the tokens; with ``size["classes"]`` one class for each sample, with ``size["targets"]`` so many other tokens.
+    """
     generator = torch.Generator().manual_seed(1000 * step + rank)
     tokens = torch.randint(0, size["vocab"], (size["batch"], size["length"]), generator=generator)
+    if "classes" in size:
+        return {"input_ids": tokens, "labels": torch.randint(0, size["classes"], (size["batch"],), generator=generator)}
+    if "targets" in size:
+        return {"input_ids": tokens, "labels": torch.randint(0, size["vocab"], (size["batch"], size["targets"]), generator=generator)}
     return {"input_ids": tokens, "labels": tokens}
 
 

@@ -33,6 +33,7 @@ fetch() {
 fetch pydantic pydantic
 fetch hypothesis hypothesis
 fetch pytest-timeout --no-deps pytest-timeout
+fetch pytest-xdist --no-deps pytest-xdist execnet
 # Both import what is there of CUDA and Triton.
 fetch torchao --no-deps torchao
 rm -f "$fresh"/torchao/torchao/_C_*.so # float8 training takes PyTorch's own kernels

@@ -41,6 +41,7 @@ LEAST = 60.0  # least remaining seconds to begin a part
 BUNDLE = REPOSITORY / ".gpu-bundle"
 VERSION = f"cp{sys.version_info.major}{sys.version_info.minor}"  # the bundle has a folder for each Python
 LIBRARY = REPOSITORY / "hf_zero" / "native" / "libhf_zero_kernels.so"
+TEST_PROCESSES = 4  # each test has up to four ranks
 GPU_TESTS = (
     "native/test_native_triton.py",
     "offload/test_offload_budget.py",
@@ -91,7 +92,9 @@ def parts(device: str, toy: bool, gpus: int = 1) -> list[Part]:
     offload = [python, "-m", "benchmarks.offload.offload_gpu", *where, *small, *json_file]
     ours = [*offload, "--limit", "400", "--contenders", "hf_zero", "--dtypes"]
     peers = [*offload, "--limit", "180", *peer, "--contenders", "deepspeed", "fsdp2", "pytorch", "--dtypes", "bf16"]
-    tests = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", *(f"tests/{name}" for name in (*GPU_TESTS, ELSEWHERE))]
+    largest = [python, "-m", "benchmarks.experiments.largest_batch", *where, *small]
+    tests = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *workers(), "-m", "gpu"]
+    tests += [f"tests/{name}" for name in (*GPU_TESTS, ELSEWHERE)]
     own = {"TMPDIR": "{scratch}"}  # a test that counts the files it leaves must not see another part's
     several = Part("ranks", [*jobs, "--worlds", "2"], 560, own, alone=False)
     # Its first run compiles the peer's optimizer, which would count in a measurement.
@@ -114,9 +117,16 @@ def parts(device: str, toy: bool, gpus: int = 1) -> list[Part]:
         Part("step-time", [*steps, "eager"], 400),
         Part("xl-fp16", [*ours, "fp16"], 450),
         Part("xl-no-overlap", [*ours, "bf16", "--overlap", "none"], 450),
+        Part("experiments", [*largest, "--limit", "90", *json_file], 580, needs_gpu=True),
         Part("lightning", lightning(toy), 450, needs_gpu=True),
         Part("largest", [*ours, "bf16", "--largest", "--host-gib", "100", "--steps", "1"], 580, needs_gpu=True),
     ]
+
+
+def workers() -> list[str]:
+    """Return pytest's options for several processes that share the tests, where its plug-in for it is there."""
+    there = importlib.util.find_spec("xdist") is not None or (BUNDLE / VERSION / "pytest-xdist").is_dir()
+    return ["-n", str(TEST_PROCESSES)] if there else []
 
 
 def lightning(toy: bool) -> list[str]:
