@@ -27,6 +27,7 @@ except ConfigError as error:  # an environment variable of hf_zero has a wrong v
     sys.exit(f"hf-zero: {error}")
 
 if TYPE_CHECKING:
+    from hf_zero.config.mesh import Mesh
     from hf_zero.config.resolve import Analysis
     from hf_zero.config.table import Row
 
@@ -64,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--model", help='local model folder, config.json or Hub ID, from which "auto" sizes are computed')
     explain.add_argument("--tp", type=_positive, metavar="N", help="print how --model is split over N tensor-parallel ranks, with reasons")
     explain.add_argument("--save-plan", metavar="FILE", help="with --tp: also write the plan as JSON, to edit and load")
-    explain.add_argument("--world", type=_positive, default=1, metavar="N", help="number of data-parallel ranks (default 1)")
+    explain.add_argument("--world", type=_positive, metavar="N", help="number of ranks (default: the least that the configuration allows)")
     explain.add_argument("--source", action="append", default=[], type=_source, metavar="NAME=VALUE", help=_SOURCE_HELP)
     explain.add_argument("--strict", action="store_true", help="treat warnings as errors")
     explain.add_argument("--all", action="store_true", help="also list keys with their default value")
@@ -172,22 +173,32 @@ def _explain(options: argparse.Namespace) -> int:
             options.usage_error("the following arguments are required: config (or --model and --tp)")
         return 0
     from hf_zero.config.auto import infer_sources_from_model
+    from hf_zero.config.mesh import Mesh, claims_of_config, least, solve
+    from hf_zero.config.read import read_config
     from hf_zero.config.resolve import analyse
     from hf_zero.config.table import rows_of
 
     sources = dict(options.source)
     if options.model:
         sources = {**infer_sources_from_model(options.model), **sources}
-    analysis = analyse(options.config, world_size=options.world, sources=sources, strict=options.strict)
+    config, fault = read_config(options.config), None
+    claims = claims_of_config(config)
+    try:
+        mesh = solve(claims, options.world) if options.world else least(claims)
+    except HfZeroError as error:
+        mesh, fault = Mesh(dp_shard=options.world or 1), error
+    analysis = analyse(config, world_size=mesh.replicas, sources=sources, strict=options.strict)
+    if fault is not None:
+        analysis.problems.errors.append(str(fault))
     rows = rows_of(analysis.resolved, analysis.origin, everything=options.all)
     if options.json:
-        _print_json(rows, analysis)
+        _print_json(rows, analysis, mesh)
     else:
-        _print_table(rows, analysis)
+        _print_table(rows, analysis, mesh)
     return 1 if analysis.problems.found else 0
 
 
-def _print_json(rows: Sequence[Row], analysis: Analysis) -> None:
+def _print_json(rows: Sequence[Row], analysis: Analysis, mesh: Mesh) -> None:
     problems, batch = analysis.problems, analysis.batch
     content = {
         "keys": [row._asdict() for row in rows],
@@ -197,13 +208,14 @@ def _print_json(rows: Sequence[Row], analysis: Analysis) -> None:
             "gradient_accumulation_steps": batch.accumulation,
             "data_parallel_size": batch.world_size,
         },
+        "mesh": {**mesh.sizes, "ep": mesh.ep},
         "warnings": problems.warnings,
         "errors": problems.errors + problems.refusals + problems.mismatches,
     }
     print(json.dumps(content, indent=2))
 
 
-def _print_table(rows: Sequence[Row], analysis: Analysis) -> None:
+def _print_table(rows: Sequence[Row], analysis: Analysis, mesh: Mesh) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -221,6 +233,8 @@ def _print_table(rows: Sequence[Row], analysis: Analysis) -> None:
         key, value, source, effect = (Text(printable(text)) for text in (row.key, row.value, row.source, row.effect))
         table.add_row(key, value, source, Text(row.fate, style=_STYLES[row.fate]), effect)
     console.print(table)
+    if mesh.ranks > mesh.dp_shard or mesh.ep > 1:
+        console.print(Text(f"{mesh.ranks} ranks: {mesh}"))
     console.print(Text(analysis.batch.line()))
     for warning in analysis.problems.warnings:
         console.print(Text(printable(f"warning: {warning}"), style="yellow"))

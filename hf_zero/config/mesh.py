@@ -16,6 +16,7 @@ EXPERT = "ep"  # no axis of its own: adjacent ranks of a shard group that hold a
 DATA = "dp"  # dp_replicate and dp_shard together
 SHARD_GROUP = "shard group"  # the ranks that parameters are sharded over: dp_shard, cp and sp together
 _SHARED = ("pp", "cp", "sp", "tp")  # axes whose ranks train on the same samples
+_MOST_REPLICAS = 1024  # that are tried where nobody gave the number of ranks
 _VARIABLE = "PARALLELISM_CONFIG_{}_SIZE"
 
 
@@ -239,6 +240,23 @@ def solve(claims: Iterable[Claim], ranks: int, fits_nodes: Callable[[int], bool]
         raise ConfigError(_mismatch(said, ranks, f"{mesh} makes {mesh.ranks} ranks", [data // replicate], "dp_shard"))
     _require_experts_fit(mesh)
     return mesh
+
+
+def least(claims: Iterable[Claim]) -> Mesh:
+    """Return the mesh with the least number of ranks that fits every claim.
+
+    Raises:
+        ConfigError: As ``solve``, for the ranks that share their samples and one sample each.
+        UnsupportedError: As ``solve``.
+    """
+    said = tuple(claims)
+    shared = math.prod(claim.size for claim in dict.fromkeys(said) if claim.axis in _SHARED)
+    for data in range(1, _MOST_REPLICAS + 1):
+        try:
+            return solve(said, shared * data)
+        except ConfigError:
+            continue
+    return solve(said, shared)
 
 
 def require_shareable(claims: Sequence[Claim], ranks: int) -> dict[str, int]:

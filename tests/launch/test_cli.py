@@ -63,6 +63,40 @@ def test_explain_prints_the_table_and_the_batch_line(file: str, capsys: pytest.C
     assert max(len(line) for line in out.splitlines()) <= 160
 
 
+SPLIT = {"tensor_parallel": {"autotp_size": 2}, "train_batch_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "line"),
+    [
+        (SPLIT, (), "2 ranks: pp 1 x dp_replicate 1 x dp_shard 1 x cp 1 x sp 1 x tp 2"),
+        (SPLIT, ("--world", "4"), "train_micro_batch_size_per_gpu 4 x gradient_accumulation_steps 1 x data-parallel size 2"),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 3}}, (), "data-parallel size 3"),
+        ({}, ("--source", "world_size=4"), "data-parallel size 4"),
+    ],
+)
+def test_world_counts_all_ranks(config: dict[str, Any], words: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "explain", json.dumps(config), *words)
+    assert (code, err) == (0, "") and line in out
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"tensor_parallel": {"autotp_size": 3}},
+        {"zero_optimization": {"stage": 3, "mics_shard_size": 3}},
+        {"pipeline": {"stages": 5}},
+        {"sequence_parallel_size": 8},
+        {"hf_zero": {"context_parallel_size": 3}},
+        {"data_parallel_size": 2},
+    ],
+    ids=lambda config: next(iter(config)),
+)
+def test_sizes_that_do_not_fit_the_ranks_are_an_error(config: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "explain", json.dumps(config), "--world", "4")
+    assert code == 1 and "the mesh does not fit the 4 rank(s)" in err
+
+
 def test_explain_as_json(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "explain", file, "--world", "2", "--json", "--source", "learning_rate=3e-5")
     assert code == 0
