@@ -37,16 +37,17 @@ COLUMNS = (
 )
 TEXT = """Seconds of the slowest of {world} gloo ranks, medians of {rounds} rounds; GPT-2 with {layers} layers of width {width} and
 vocabulary {vocab}, bf16 with fp32 masters and both moments of Adam, stage 3, to rclone's S3 server on the same machine behind a proxy that
-serves each connection at the given rate. **plain upload**: the files of a checkpoint with boto3's `upload_file`. **stall**: of a background
-save, time that stops training, to the store and to the disk; rank 0 waits for answers of the store. A save's own small requests take
-about 0.3 s here. Targets in parentheses."""
+serves each connection at the given rate, without checksums as entity tags, for which rclone would read each object again whenever
+it is listed. **plain upload**: the files of a checkpoint with boto3's `upload_file`. **stall**: of a background
+save, time that stops training, to the store and to the disk; rank 0 waits for answers of the store. Targets in
+parentheses."""
 
 
 def one_rate(megabytes: float, size: dict[str, int], rounds: int, console: Console) -> list[str]:
     """Return the row of a store that serves each connection at ``megabytes`` a second; 0 is unlimited."""
     with (
         tempfile.TemporaryDirectory(prefix="stores_") as name,
-        s3_server(Path(name), bytes_per_second=int(megabytes * 1e6)) as (_, variables),
+        s3_server(Path(name), hashes=False, bytes_per_second=int(megabytes * 1e6)) as (_, variables),
     ):
         os.environ.update(variables)
         ranks: list[Ranks] = []

@@ -50,6 +50,7 @@ _ALWAYS: Mapping[str, str] = {}
 _IF_NEW: Mapping[str, str] = {"mode": "create"}
 _UNMET_CONDITION = ("PreconditionFailed", "412", "409")
 _UNKNOWN_CONDITION = ("NotImplemented", "501")
+_NO_RANGE = ("InvalidRange", "416")  # of an empty object
 _MORE_BYTES = 1 << 16  # that a small object may have beyond the one that takes its place
 
 
@@ -293,14 +294,18 @@ class ObjectPath:
             OSError: It cannot be read, or is no object.
             ValueError: It is larger than the limit.
         """
-        found = self._info()
-        if found is None or found.get("type") != "file":
-            raise FileNotFoundError(errno.ENOENT, "there is no such object", str(self))
-        if int(found.get("size") or 0) > limit_bytes:
-            raise ValueError(f"it has {found['size']:,} bytes; at most {limit_bytes:,} are allowed")
-        data = tried(self, lambda: bytes(self.fs.cat_file(self.key)))
+
+        def ask() -> bytes:
+            try:
+                return bytes(self.fs.cat_file(self.key, start=0, end=limit_bytes + 1))  # one request, which cannot bring more
+            except Exception as error:
+                if _code_of(error) in _NO_RANGE:
+                    return b""
+                raise
+
+        data = tried(self, ask)
         if len(data) > limit_bytes:
-            raise ValueError(f"it has {len(data):,} bytes; at most {limit_bytes:,} are allowed")
+            raise ValueError(f"it has more than {limit_bytes:,} bytes, which are allowed")
         return data
 
     def get_range(self, start: int, stop: int) -> bytes:

@@ -138,17 +138,18 @@ def knows_conditions() -> bool:
 
 
 @contextmanager
-def s3_server(folder: Path, compares: bool = False, **faults: Any) -> Iterator[tuple[Proxy, dict[str, str]]]:
+def s3_server(folder: Path, compares: bool = False, hashes: bool = True, **faults: Any) -> Iterator[tuple[Proxy, dict[str, str]]]:
     """Serve a bucket named ``bucket`` in a context; gives the proxy, and the variables with which clients find it.
 
     Args:
         folder: Of the objects and the server's log.
         compares: Serve by moto, from its memory, which has conditional writes; rclone ignores the conditions.
+        hashes: rclone's entity tags are checksums, for which it reads an object again whenever one asks about it or lists it.
         faults: See ``Proxy``.
     """
     (folder / "data" / "bucket").mkdir(parents=True)
     port = _free_port()
-    command = ["moto_server", "-H", "127.0.0.1", "-p", str(port)] if compares else _rclone(folder, port)
+    command = ["moto_server", "-H", "127.0.0.1", "-p", str(port)] if compares else _rclone(folder, port, hashes)
     with (folder / "server.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     proxy = Proxy(port, **faults)
@@ -166,6 +167,7 @@ def s3_server(folder: Path, compares: bool = False, **faults: Any) -> Iterator[t
         process.wait()
 
 
-def _rclone(folder: Path, port: int) -> list[str]:
+def _rclone(folder: Path, port: int, hashes: bool) -> list[str]:
     command = ["rclone", "serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key", f"{KEY},{SECRET}", "--vfs-cache-mode", "writes"]
+    command += [] if hashes else ["--etag-hash", ""]
     return [*command, "--config", "/dev/null", "--cache-dir", str(folder / "cache"), str(folder / "data")]

@@ -169,7 +169,12 @@ def files_of(folder: Place) -> Place | None:
 
 def number_of(folder: Place) -> str:
     """Return the number of the save that the marker of ``folder`` names; empty when the files lie in ``folder`` itself."""
-    found = _MARKER.fullmatch(_marker_text(folder))
+    return number_in(_marker_text(folder))
+
+
+def number_in(marker: str) -> str:
+    """Return the number of the save that the text of a marker names; empty when it names none."""
+    found = _MARKER.fullmatch(marker.strip())
     return found[2] or "" if found is not None else ""
 
 

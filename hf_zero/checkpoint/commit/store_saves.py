@@ -13,10 +13,11 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from hf_zero.checkpoint.commit.folders import SCRIPT_FILE, check_tag, digest, files_of, number_of
+from hf_zero.checkpoint.commit.folders import SCRIPT_FILE, check_tag, digest, files_of, number_in, number_of
 from hf_zero.checkpoint.commit.staging import is_ours, script_bytes
 from hf_zero.checkpoint.files.uploads import Uploads
 from hf_zero.checkpoint.format.index import Index
@@ -68,10 +69,7 @@ class StoreSave:
             OSError: The store refuses.
         """
         check_tag(self.tag)
-        with ThreadPoolExecutor(1, thread_name_prefix="hf_zero begin") as beside:  # two answers to wait for instead of four in turn
-            present = beside.submit(self._present)
-            self._clear()
-            self._replaces = present.result()
+        self._replaces, _ = _at_once(self._present, self._clear)
         record = {**Process.own().as_json(), "tag": self.tag, "replaces": self._replaces}
         self._record.put(json.dumps(record).encode())
         _open.add(self.number)
@@ -79,12 +77,14 @@ class StoreSave:
     def _present(self) -> str | None:
         """Return the number of the complete checkpoint of this tag, ``_FLAT`` where it has none, None where there is no checkpoint."""
         final = self.save_dir / self.tag
-        if final.is_file():
-            raise CheckpointError(f"{final} is an object and not a checkpoint that hf_zero wrote; choose another tag, or move it away")
-        if not (final / MARKER_FILE).is_file():
+        try:
+            self._former = (final / MARKER_FILE).get(SMALL_BYTES)
+        except FileNotFoundError:
+            if final.is_file():
+                text = "is an object and not a checkpoint that hf_zero wrote; choose another tag, or move it away"
+                raise CheckpointError(f"{final} {text}") from None
             return None
-        self._former = (final / MARKER_FILE).get(SMALL_BYTES)  # before the number: a marker that changes between is noticed by ``commit``
-        number = number_of(final)
+        number = number_in(self._former.decode(errors="replace"))
         if not number and files_of(final) is None:
             raise CheckpointError(f"{final / MARKER_FILE} is not a file that hf_zero wrote; choose another tag, or move it away")
         return number or _FLAT
@@ -130,9 +130,8 @@ class StoreSave:
             CheckpointError: A part is missing or has another size, or the save is no longer this process'.
             OSError: The store refuses.
         """
-        self._require_record()
-        self._require_parts(index)
-        self.folder.end_uploads()  # begun twice, because the answer to the first request was lost
+        # Uploads that were begun twice, because the answer to the first request was lost, are ended.
+        _at_once(self._require_record, lambda: self._require_parts(index), self.folder.end_uploads)
         text = index.to_json()
         note("checkpoint_written", self.tag)
         (self.folder / INDEX_FILE).put(text.encode())
@@ -150,10 +149,11 @@ class StoreSave:
                 "save the same tag to the same place"
             ) from None
         note("checkpoint_named", self.tag)
-        _write_script(self.save_dir)
         if latest:
             note("checkpoint_latest", self.tag)
-            (self.save_dir / LATEST_FILE).put(self.tag.encode())
+            _at_once(lambda: _write_script(self.save_dir), lambda: (self.save_dir / LATEST_FILE).put(self.tag.encode()))
+        else:
+            _write_script(self.save_dir)
         _delete_files(self.save_dir / self.tag, self._replaces)
         self._record.remove()
         _open.discard(self.number)
@@ -193,6 +193,12 @@ class StoreSave:
         text = (self.folder / name).get(limit_bytes).decode()
         (self.folder / name).remove()
         return text
+
+
+def _at_once(*works: Callable[[], Any]) -> list[Any]:
+    """Return the results of functions that ask a store, which are called at the same time: one answer to wait for instead of several."""
+    with ThreadPoolExecutor(len(works), thread_name_prefix="hf_zero store") as pool:
+        return list(pool.map(lambda work: work(), works))
 
 
 def forget(folder: ObjectPath) -> None:
