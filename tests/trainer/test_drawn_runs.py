@@ -1,0 +1,37 @@
+"""Trainer runs with drawn options: logs, evaluations, predictions, weights and files are those of the same run under DDP."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support import ranks
+from tests.trainer import drawn_runs
+from tests.trainer.drawn_options import changed, draw
+
+FEW, MANY = 2, 10  # runs of a seed
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def test_drawn_runs(seed: int, trainer_models: Path, tmp_path: Path) -> None:
+    source = random.Random(seed)
+    for index in range(MANY if seed else FEW):
+        run = draw(source)
+        found = {line for lines in ranks.run_ranks(drawn_runs.compared, 2, run, trainer_models, tmp_path / str(index)) for line in lines}
+        assert not found, f"{changed(run)}: {sorted(found)[:5]}"
+
+
+def test_differences_are_found() -> None:
+    left = {"history": [{"loss": 1.0}], "weights": {"a": torch.zeros(2)}, "best": None}
+    right = {"history": [{"loss": 1.001}, {}], "weights": {"a": torch.tensor([0.0, 1e-3]), "b": torch.zeros(1)}, "best": "checkpoint-2"}
+    assert list(drawn_runs.differences(left, right)) == [
+        ".best: None and 'checkpoint-2'",
+        ".history: 1 and 2 entries",
+        ".history[0].loss: 1.0 and 1.001",
+        ".weights.a: off by 0.001",
+        ".weights.b: only ZeRO",
+    ]
+    assert not list(drawn_runs.differences(left, left))
