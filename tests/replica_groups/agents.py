@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -27,6 +28,7 @@ from typing import Any
 
 from benchmarks.collectives.slow_network import LINK, Namespaces, slow_network
 from tests.replica_groups.group_run import train, went_on_without
+from tests.support.processes import until
 
 _LIGHTHOUSE = """
 import sys, time
@@ -34,6 +36,7 @@ from torchft._torchft import LighthouseServer
 address, times = f"0.0.0.0:{sys.argv[1]}", {"join_timeout_ms": 60000, "quorum_tick_ms": 20}
 times["heartbeat_timeout_ms"] = int(sys.argv[2])
 server = LighthouseServer(bind=address, min_replicas=1, **times)
+print(f"port {server.address().rpartition(':')[2]}", flush=True)
 time.sleep(1 << 20)
 """
 _PORT = 29510
@@ -136,13 +139,14 @@ class Agent:
 def lighthouse(folder: Path, network: Namespaces | None, heartbeat: int) -> Iterator[str]:
     """Run torchft's lighthouse, and yield its address. A group without a sign of life for ``heartbeat`` ms is left out."""
     number = len(network.names) - 1 if network is not None else 0
-    port = _PORT if network is not None else free_port()
-    words = [sys.executable, "-c", _LIGHTHOUSE, str(port), str(heartbeat)]
+    words = [sys.executable, "-c", _LIGHTHOUSE, str(_PORT if network is not None else 0), str(heartbeat)]
     host = network.address(number) if network is not None else "127.0.0.1"
     with (folder / "lighthouse").open("w") as log:
         server = subprocess.Popen(words if network is None else network.command(number, words), stdout=log, stderr=log)
     try:
-        yield f"http://{host}:{port}"
+        ports: list[str] = []  # a free one that is looked for here can be taken by the time the server asks for it
+        until(lambda: ports.extend(re.findall(r"^port (\d+)$", (folder / "lighthouse").read_text(), re.MULTILINE)) or bool(ports))
+        yield f"http://{host}:{ports[0]}"
     finally:
         server.kill()
         server.wait()
