@@ -62,6 +62,14 @@ OTHERS: dict[str, list[Any]] = {
     "offload": [None, "optimizer", "both"],
     "keys": [None, "overlap", "predivide", "round robin", "clipping", "hpz", "sub group", "threshold"],
     "twice": [False, True],
+    "axis": [None],
+}
+AXES: dict[str, dict[str, Any]] = {
+    "tensor": {"tensor_parallel": {"autotp_size": 2}},
+    "sequence": {"sequence_parallel_size": 2},
+    "context": {"hf_zero": {"context_parallel_size": 2}},
+    "ring": {"hf_zero": {"context_parallel_size": 2, "context_parallel_strategy": "alltoall"}},
+    "pipeline": {"pipeline": {"stages": 2}},
 }
 KEYS: dict[str, dict[str, Any]] = {
     "overlap": {"zero_optimization": {"overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": 500}},
@@ -73,11 +81,12 @@ KEYS: dict[str, dict[str, Any]] = {
 }
 
 
-def draw(random_: random.Random) -> Drawn:
-    """Draw one run: up to nine options differ from their defaults, beside stage and model."""
+def draw(random_: random.Random, axis: str | None = None) -> Drawn:
+    """Draw one run: up to nine options differ from their defaults, beside stage and model; ``axis`` is a name of ``AXES``, or None."""
     run: Drawn = {name: values[0] for name, values in {**ARGUMENTS, **OTHERS}.items()}
     run["stage"], run["model"] = random_.choice([3, 3, 2, 1, 0]), random_.choice(OTHERS["model"])
-    for name in random_.sample(sorted(set(run) - {"stage", "model"}), random_.randint(4, 9)):
+    run["axis"] = axis
+    for name in random_.sample(sorted(set(run) - {"stage", "model", "axis"}), random_.randint(4, 9)):
         if name != "torch_compile" or random_.random() < 0.2:  # slow
             run[name] = random_.choice({**ARGUMENTS, **OTHERS}[name][1:])
     return made_valid(run)
@@ -88,7 +97,10 @@ def made_valid(run: Drawn) -> Drawn:
     run = dict(run)
     if run["data"] == "iterable":
         run["length"] = "steps"
+    if run["axis"] in ("sequence", "context", "ring") and run["model"] == "t5":
+        run["model"] = "llama"
     if run["model"] == "t5":
+        run["optimizer"] = None if run["optimizer"] == "override" else run["optimizer"]
         run["label_smoothing_factor"] = 0.0
         run["loss"] = None if run["loss"] == "function" else run["loss"]
     if run["load_best_model_at_end"] or run["save_strategy"] == "best":
@@ -135,6 +147,15 @@ def made_valid(run: Drawn) -> Drawn:
         run["rows"] = 32
     if run["optimizer"]:
         run["twice"] = False
+    if run["axis"]:
+        run["dropout"], run["neftune_noise_alpha"] = False, None  # ranks draw other numbers
+        run["callback"] = None if run["callback"] == "reads" else run["callback"]
+        run["accelerator_config"] = None
+        run["keys"] = None if run["keys"] == "hpz" else run["keys"]
+        run["data"] = "rows" if run["data"] == "iterable" else run["data"]
+    if run["axis"] == "pipeline":
+        run["stage"] = min(run["stage"], 1)
+        run["offload"], run["auto_find_batch_size"] = None, False
     if run["stage"] == 3:
         run["auto_find_batch_size"] = False
     if run["load_best_model_at_end"]:

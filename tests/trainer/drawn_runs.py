@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import shutil
 import sys
 import tempfile
 import time
@@ -22,7 +21,7 @@ import torch
 from torch import nn
 
 from tests.support import ranks, trainers
-from tests.trainer.drawn_options import ARGUMENTS, KEYS, Drawn, changed, draw, full
+from tests.trainer.drawn_options import ARGUMENTS, AXES, KEYS, Drawn, changed, draw, full
 
 OPTIMIZER = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
 
@@ -172,6 +171,10 @@ def arguments_of(run: Drawn, folder: Path, config: Any) -> Any:
     options = {name: value for name, value in options.items() if value is not None}
     known = TrainingArguments.__dataclass_fields__
     options = {name: value for name, value in options.items() if name in known}
+    if run["axis"] == "sequence" and config is not None:
+        from accelerate import ParallelismConfig
+
+        options["parallelism_config"] = ParallelismConfig(sp_size=2)
     options["ddp_find_unused_parameters"] = run["callback"] == "freezes"
     return trainers.arguments(folder, config, cls=Seq2SeqTrainingArguments if run["model"] == "t5" else None, **options)
 
@@ -194,6 +197,8 @@ def config_of(run: Drawn) -> dict[str, Any]:
             config[name] = value
     if run["keys"] == "clipping":
         config["gradient_clipping"] = run["max_grad_norm"]
+    for name, value in AXES.get(run["axis"] or "", {}).items():
+        config[name] = value
     return config
 
 
@@ -298,26 +303,50 @@ def differences(left: Any, right: Any, where: str = "") -> Iterator[str]:
         yield f"{where}: {left!r} and {right!r}"
 
 
+def outcome_of(run: Drawn, models: Path, folder: Path, config: Any) -> Any:
+    """Return `result_of`, or the text of its error."""
+    try:
+        return result_of(run, models, folder, config)
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        return f"{type(error).__name__}: {str(error)[:400]} ({where.filename.rsplit('/', 2)[-1]}:{where.lineno})"
+
+
+def judged(run: Drawn, plain: Any, zero: Any) -> list[str]:
+    """Return the differences of two outcomes, or one line with an error."""
+    if isinstance(plain, str) and isinstance(zero, str):
+        return [f"both raise: {plain} | {zero}"]
+    if isinstance(plain, str) or isinstance(zero, str):
+        return [f"ONE RAISES: {f'DDP: {plain}' if isinstance(plain, str) else f'ZeRO: {zero}'}"]
+    for result in (plain, zero) if run["json"] else ():
+        for entry in result["history"]:
+            entry.pop("learning_rate", None)  # of a schedule that the engine steps: Trainer logs it after the step
+    return list(differences(plain, zero))
+
+
 def compared(run: Drawn, models: Path, folder: Path) -> list[str]:
-    """Run both ways inside ranks; return the differences, or one line with an error."""
+    """Run under DDP and under ZeRO inside ranks; return the differences."""
     with trainers.clean_state():
-        results: list[Any] = []
-        for name, config in (("ddp", None), ("zero", config_of(run))):
-            try:
-                results.append(result_of(run, models, folder / name, config))
-            except Exception as error:
-                where = traceback.extract_tb(error.__traceback__)[-1]
-                results.append(f"{type(error).__name__}: {str(error)[:400]} ({where.filename.rsplit('/', 2)[-1]}:{where.lineno})")
-            finally:
-                shutil.rmtree(folder / name / "tmp", ignore_errors=True)
-        if any(isinstance(result, str) for result in results):
-            if all(isinstance(result, str) for result in results):
-                return [f"both raise: {results[0]} | {results[1]}"]
-            return [f"ONE RAISES: {['DDP', 'ZeRO'][isinstance(results[1], str)]}: {next(r for r in results if isinstance(r, str))}"]
-        for result in results if run["json"] else ():
-            for entry in result["history"]:
-                entry.pop("learning_rate", None)  # of a schedule that the engine steps: Trainer logs it after the step
-        return list(differences(*results))
+        return judged(run, *(outcome_of(run, models, folder / name, config) for name, config in (("ddp", None), ("zero", config_of(run)))))
+
+
+def alone(run: Drawn, models: Path, folder: Path, config: Any) -> Any:
+    with trainers.clean_state():
+        found = outcome_of(run, models, folder, config)
+    if isinstance(found, str):
+        return found
+    for entry in (found["train"], *found["history"]):
+        entry.pop("train_loss", None)  # counts this rank's share of the steps that were not logged
+    return {name: value for name, value in found.items() if name not in ("weights", "seen")}
+
+
+def compared_over(run: Drawn, models: Path, folder: Path) -> list[str]:
+    """Run on one rank without hf_zero, and on two ranks that share each batch; return the differences of rank 0's and one of rank 1's."""
+    (plain,) = ranks.run_ranks(alone, 1, run, models, folder / "one", None, group=False, timeout=90)
+    first, second = ranks.run_ranks(alone, 2, run, models, folder / "two", config_of(run), group=False, timeout=90)
+    if isinstance(plain, dict) and isinstance(second, dict):
+        second = {**second, "saved": plain["saved"], "folders": plain["folders"]}
+    return [*judged(run, plain, first), *(f"rank 1: {line}" for line in judged(run, plain, second))]
 
 
 def main() -> int:
@@ -325,17 +354,21 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--run", help="options of one run, as they were printed")
+    parser.add_argument("--axes", nargs="+", choices=sorted(AXES), default=[None], help="what two ranks share instead of the data")
     given = parser.parse_args()
     random_ = random.Random(given.seed)
-    runs = [full(eval(given.run))] if given.run else [draw(random_) for _ in range(given.count)]  # noqa: S307
+    runs = [full(eval(given.run))] if given.run else [draw(random_, given.axes[i % len(given.axes)]) for i in range(given.count)]  # noqa: S307
     with tempfile.TemporaryDirectory() as name:
         trainers.save_models(Path(name))
         for index, run in enumerate(runs):
             start = time.monotonic()
             with tempfile.TemporaryDirectory() as folder:
                 try:
-                    found = ranks.run_ranks(compared, 2, run, Path(name), Path(folder), timeout=90)
-                    lines = sorted({line for one in found for line in one})
+                    if run["axis"]:
+                        lines = compared_over(run, Path(name), Path(folder))
+                    else:
+                        found = ranks.run_ranks(compared, 2, run, Path(name), Path(folder), timeout=90)
+                        lines = sorted({line for one in found for line in one})
                 except BaseException as error:
                     if isinstance(error, KeyboardInterrupt):
                         raise
