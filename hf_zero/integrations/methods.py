@@ -198,6 +198,20 @@ CONTEXT_INPUTS = Method(
     around="hf_zero.integrations.context:prepare_inputs",
     since=(5,),
 )
+LABELS = Method(
+    "transformers.trainer",
+    "Trainer._get_num_items_in_batch",
+    "under sequence parallelism (sp_size) Trainer weighs micro-steps with few labels too much, and ignores label smoothing",
+    around="hf_zero.integrations.token_weights:count_labels",
+    since=(5,),
+)
+LOSS = Method(
+    "transformers.trainer",
+    "Trainer.compute_loss",
+    "under sequence parallelism (sp_size) Trainer weighs micro-steps with few labels too much",
+    around="hf_zero.integrations.token_weights:compute_loss",
+    since=(5,),
+)
 INPUTS = Method(
     "transformers.trainer",
     "Trainer._prepare_inputs",
@@ -396,5 +410,5 @@ METHODS = (
     BACKWARD, BACKWARD_OF_SEVERAL, PREPARE_ONE, STEP,
     ZERO_GRAD, NORM, CLIP, OPERATIONS, MESHES,
     FILL, PROCESS, OPTIMIZERS, FILL_SHARDED, CONFIGURATION, ARGUMENTS, AGENT, CONTEXT_SIZE, PREPARE_CP, CONTEXT, CONTEXT_INPUTS,
-    PARALLELISM, RECURRENT, INPUTS, RESIZE, BEST, *HASHES, *COUNTS, *FILES,
+    PARALLELISM, RECURRENT, INPUTS, LABELS, LOSS, RESIZE, BEST, *HASHES, *COUNTS, *FILES,
 )  # fmt: skip

@@ -153,6 +153,9 @@ def made_valid(run: Drawn) -> Drawn:
         run["accelerator_config"] = None
         run["keys"] = None if run["keys"] == "hpz" else run["keys"]
         run["data"] = "rows" if run["data"] == "iterable" else run["data"]
+    if run["axis"] == "sequence":
+        run["label_smoothing_factor"] = 0.0  # an error
+        run["loss"] = None if run["loss"] == "function" else run["loss"]
     if run["axis"] == "pipeline":
         run["stage"] = min(run["stage"], 1)
         run["offload"], run["auto_find_batch_size"] = None, False

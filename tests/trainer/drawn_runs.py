@@ -38,6 +38,11 @@ def data_of(run: Drawn, count: int, seed: int, train: bool) -> tuple[Any, Any]:
     return found, None
 
 
+def held_rows(run: Drawn) -> int:
+    """Return the number of rows to evaluate: no multiple of the batch, but where ranks evaluate rows of their own beside one rank."""
+    return 12 * run["per_device_eval_batch_size"] if run["axis"] == "sequence" else trainers.EVAL
+
+
 class Rows(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
     """Rows one after the other, without a length."""
 
@@ -217,7 +222,7 @@ def result_of(run: Drawn, models: Path, folder: Path, config: Any) -> dict[str, 
         trainers.forget()
         args = arguments_of(run, folder, config)
         train, collator = data_of(run, run["rows"], 1, train=True)
-        held, _ = data_of(run, trainers.EVAL, 2, train=False)
+        held, _ = data_of(run, held_rows(run), 2, train=False)
         torch.manual_seed(11)
         model = model_of(run, models)
         kind, more = loss_of(run)
@@ -236,7 +241,7 @@ def result_of(run: Drawn, models: Path, folder: Path, config: Any) -> dict[str, 
         trainer = made()
         output = trainer.train(resume_from_checkpoint=str(path))
     history = [{key: value for key, value in entry.items() if is_compared(key)} for entry in trainer.state.log_history]
-    held, _ = data_of(run, trainers.EVAL, 2, train=False)
+    held, _ = data_of(run, held_rows(run), 2, train=False)
     predicted = trainer.predict(held)
     trainer.save_model(str(folder / "saved"))
     weights = trainers.weights_of(trainer.model)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.support import ranks
 from tests.trainer import drawn_runs
-from tests.trainer.drawn_options import changed, draw
+from tests.trainer.drawn_options import AXES, changed, draw, full
 
 FEW, MANY = 2, 10  # runs of a seed
 
@@ -22,6 +23,25 @@ def test_drawn_runs(seed: int, trainer_models: Path, tmp_path: Path) -> None:
         run = draw(source)
         found = {line for lines in ranks.run_ranks(drawn_runs.compared, 2, run, trainer_models, tmp_path / str(index)) for line in lines}
         assert not found, f"{changed(run)}: {sorted(found)[:5]}"
+
+
+@pytest.mark.parametrize("axis", [pytest.param(axis, marks=() if axis == "sequence" else pytest.mark.slow) for axis in AXES])
+def test_ranks_that_share_each_batch_train_as_one(axis: str, trainer_models: Path, tmp_path: Path) -> None:
+    """The rows of a micro-step have other numbers of labels than those of the next."""
+    run = full({"stage": 1, "model": "llama", "axis": axis, "gradient_accumulation_steps": 3, "length": "epochs", "logging_steps": 2})
+    assert not drawn_runs.compared_over(run, trainer_models, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "word"), [("label_smoothing_factor", 0.1, "label_smoothing_factor"), ("loss", "function", "compute_loss_func")]
+)
+def test_losses_that_transformers_leaves_out_over_slices_are_an_error(
+    option: str, value: Any, word: str, trainer_models: Path, tmp_path: Path
+) -> None:
+    run = {**full({"stage": 2, "model": "llama", "axis": "sequence"}), option: value}
+    config = drawn_runs.config_of(run)
+    for found in ranks.run_ranks(drawn_runs.alone, 2, run, trainer_models, tmp_path, config, group=False):
+        assert isinstance(found, str) and f"{word} has no effect under sequence parallelism (sp_size 2)" in found, found
 
 
 def test_differences_are_found() -> None:
