@@ -90,12 +90,17 @@ def _replace(buffer: torch.Tensor, values: torch.Tensor) -> None:
         buffer.copy_(values)
 
 
+def cuts_batches(trainer: Any, inputs: Any) -> bool:
+    """Return whether a rank of context parallelism gets its part of ``inputs``: in training, unless Trainer computes a loss of outputs."""
+    of_outputs = getattr(trainer, "label_smoother", None) is not None or getattr(trainer, "compute_loss_func", None) is not None
+    return torch.is_grad_enabled() and not (of_outputs and "labels" in inputs)
+
+
 def prepare_inputs(method: Callable[..., Any], trainer: Any, model: Any, inputs: Any) -> Any:
     """Replace ``Trainer._prepare_context_parallel_inputs``: return a context for the training step, and this rank's part of its inputs."""
     if not _is_ours():
         return method(trainer, model, inputs)
-    of_outputs = getattr(trainer, "label_smoother", None) is not None or getattr(trainer, "compute_loss_func", None) is not None
-    if not torch.is_grad_enabled() or (of_outputs and "labels" in inputs):
+    if not cuts_batches(trainer, inputs):
         return nullcontext, inputs
     divided = divided_forwards(trainer.accelerator.unwrap_model(model))
     if divided is None:

@@ -1,14 +1,16 @@
-"""Weigh the micro-steps of transformers' Trainer by their labels under sequence parallelism, as on one rank.
+"""Count the labels of an update of transformers' Trainer as on one rank, where ranks share samples.
 
 On one rank Trainer divides the sum of all tokens' losses by the number of labels in all micro-steps of an update. Under sequence
 parallelism (``ParallelismConfig(sp_size=...)``) it takes the mean over each micro-step's labels, because a loader of slices has
 ``shift_labels`` instead of ``labels``: rows with few labels, as in fine-tuning on completions, weigh too much. Here the labels are counted
-once for all micro-steps of an update, and each mean is multiplied by its share of them.
+once for all micro-steps of an update, and each mean is multiplied by its share of them. With ``average_tokens_across_devices=False`` each
+rank counts its own samples; Trainer divides this number by the ranks that share them all the same, which is undone.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -16,35 +18,46 @@ from typing import Any
 import torch
 
 from hf_zero.errors import UnsupportedError
+from hf_zero.integrations.context import cuts_batches
+from hf_zero.integrations.pipelines import mesh_here, parts_here
+from hf_zero.sequence_parallel.batches import labels_behind
 
 _SHARES = "_hf_zero_shares"  # attribute of a Trainer: factors of the losses of the coming micro-steps
+_SHARING = ("get_tp_size", "get_cp_size", "get_sp_size")  # methods of Trainer by which it divides a count
 _LABELS = "shift_labels"
 _IGNORED = -100
 
 
 def count_labels(method: Callable[..., Any], trainer: Any, batches: list[Any], device: torch.device) -> Any:
-    """Replace ``Trainer._get_num_items_in_batch``: also note the share of each micro-step's labels under sequence parallelism; collective.
+    """Replace ``Trainer._get_num_items_in_batch``: count each label once, and note the share of each micro-step's labels under sequence
+    parallelism; collective there.
 
     Raises:
         UnsupportedError: The Trainer has a loss of its own, which transformers does not call under sequence parallelism.
     """
     found = method(trainer, batches, device)
+    if isinstance(found, torch.Tensor) and not trainer.args.average_tokens_across_devices and mesh_here() is not None:
+        names = inspect.unwrap(method).__code__.co_names
+        sharing = math.prod(getattr(trainer, name)() for name in _SHARING if name in names)
+        # Ranks that compute parts of a loss add them up; others compute the whole one.
+        found = found * (sharing // parts_here() if batches and cuts_batches(trainer, batches[0]) else sharing)
     if not _on_slices(trainer):
         return found
     _require_own_loss(trainer)
     shares: deque[torch.Tensor] = deque()
     if batches and _counts_tokens(trainer) and all(isinstance(batch.get(_LABELS), torch.Tensor) for batch in batches):
-        counts = torch.zeros(1, max(trainer.args.gradient_accumulation_steps, len(batches)), device=device)
+        counts = torch.zeros(1, 2, max(trainer.args.gradient_accumulation_steps, len(batches)), device=device)
         for index, batch in enumerate(batches):
-            counts[0, index] = (batch[_LABELS] != _IGNORED).sum()
+            for kind, labels in enumerate((batch[_LABELS], _counted(trainer, batch[_LABELS]))):
+                counts[0, kind, index] = (labels != _IGNORED).sum()
         size = trainer.get_sp_size()
         everywhere = trainer.accelerator.gather(counts)
-        groups = everywhere.view(-1, size, counts.shape[1]).sum(1)  # the ranks of a group, which are adjacent, have slices of the same rows
-        own = groups[trainer.accelerator.process_index // size]
+        groups = everywhere.unflatten(0, (-1, size)).sum(1)  # the ranks of a group, which are adjacent, have slices of the same rows
+        predicted, counted = groups[trainer.accelerator.process_index // size]
+        total = counted.sum()
         if trainer.args.average_tokens_across_devices:
-            own = own * (len(groups) / groups.sum().clamp(min=1))  # the gradients of the groups are averaged
-        else:
-            own = own / own.sum().clamp(min=1)
+            total = groups[:, 1].sum() / len(groups)  # the gradients of the groups are averaged
+        own = predicted / total.clamp(min=1)
         shares.extend(own[: len(batches)])
     vars(trainer)[_SHARES] = shares
     return found
@@ -74,6 +87,12 @@ def compute_loss(
 def _on_slices(trainer: Any) -> bool:
     sizes = getattr(trainer.accelerator, "parallelism_config", None)
     return sizes is not None and bool(getattr(sizes, "sp_enabled", False)) and sizes.sp_backend == "deepspeed"
+
+
+def _counted(trainer: Any, shifted: torch.Tensor) -> torch.Tensor:
+    """Return the labels that Trainer counts on one rank: with the first of each row, which nothing predicts, unless it knows the loss."""
+    own = None if getattr(trainer, "_loss_shifts_labels", False) else labels_behind(shifted)
+    return shifted if own is None else own
 
 
 def _counts_tokens(trainer: Any) -> bool:

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from tests.support import ranks
+from tests.support.rows import slow_but
 from tests.trainer import drawn_runs
-from tests.trainer.drawn_options import AXES, changed, draw, full
+from tests.trainer.drawn_options import changed, draw, full
 
 FEW, MANY = 2, 10  # runs of a seed
 
@@ -25,10 +26,20 @@ def test_drawn_runs(seed: int, trainer_models: Path, tmp_path: Path) -> None:
         assert not found, f"{changed(run)}: {sorted(found)[:5]}"
 
 
-@pytest.mark.parametrize("axis", [pytest.param(axis, marks=() if axis == "sequence" else pytest.mark.slow) for axis in AXES])
-def test_ranks_that_share_each_batch_train_as_one(axis: str, trainer_models: Path, tmp_path: Path) -> None:
+SHARED = [
+    ("sequence", {"gradient_accumulation_steps": 3, "length": "epochs", "logging_steps": 2}),
+    ("tensor", {"average_tokens_across_devices": False, "loss": "function", "eval_strategy": "steps"}),
+    ("ring", {"average_tokens_across_devices": False, "eval_strategy": "steps"}),
+    ("context", {"average_tokens_across_devices": False, "label_smoothing_factor": 0.1}),
+    ("pipeline", {"average_tokens_across_devices": False, "gradient_accumulation_steps": 3, "length": "epochs"}),
+]
+
+
+@pytest.mark.parametrize("case", slow_but(SHARED, *SHARED[:2]), ids=lambda case: case[0])
+def test_ranks_that_share_each_batch_train_as_one(case: tuple[str, dict[str, Any]], trainer_models: Path, tmp_path: Path) -> None:
     """The rows of a micro-step have other numbers of labels than those of the next."""
-    run = full({"stage": 1, "model": "llama", "axis": axis, "gradient_accumulation_steps": 3, "length": "epochs", "logging_steps": 2})
+    axis, options = case
+    run = full({"stage": 1, "model": "llama", "axis": axis, **options})
     assert not drawn_runs.compared_over(run, trainer_models, tmp_path)
 
 
