@@ -25,10 +25,9 @@ def get_state_dict(method: Callable[..., Any], accelerator: Any, model: Any, *ar
 
     An engine's own stage decides whether it gathers: the method asks the configuration of the engine that was prepared last.
     """
-    axes = getattr(getattr(model, "collectives", None), "topology", None)
-    divided = getattr(axes, "expert", None) is not None or getattr(axes, "pipe", None) is not None
+    axes: Any = getattr(getattr(model, "collectives", None), "topology", None)
     whole = axes is not None and not model.stage_policy.parameters_sharded
-    if divided and whole:
+    if whole and (axes.expert is not None or axes.pipe is not None):
         return model._consolidated_16bit_state_dict()
     if whole and axes.model is None and accelerator.deepspeed_config["zero_optimization"]["stage"] == 3:
         from hf_zero.deepspeed.served.helpers import clone_tensors_for_torch_save  # imports torch, which accelerate has imported already
