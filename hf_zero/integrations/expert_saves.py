@@ -1,4 +1,4 @@
-"""Provide unsharded weights when a divided model is saved: with experts or layers on other ranks, or by a trainer's own ``_save``.
+"""Provide unsharded weights when a model is saved: divided over ranks, of another stage than the last one, or by a trainer's own ``_save``.
 
 [Note: a trainer's own way of saving] Trainer gathers the weights on all ranks and passes them to ``_save`` on rank 0. The ``_save`` of
 sentence-transformers ignores them and lets each part of the model save itself, but no rank can gather at that point. So the gathered
@@ -21,12 +21,20 @@ _GATHERED = "state dict of all ranks"
 
 
 def get_state_dict(method: Callable[..., Any], accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace ``Accelerator.get_state_dict``: also gather divided experts and layers, on rank 0; collective for these engines."""
-    axes = getattr(getattr(model, "collectives", None), "topology", None)
-    divided = getattr(axes, "expert", None) is not None or getattr(axes, "pipe", None) is not None
-    if divided and not model.stage_policy.parameters_sharded:
+    """Replace ``Accelerator.get_state_dict``: also gather divided experts and layers, on rank 0; collective for these engines.
+
+    An engine's own stage decides whether it gathers: the method asks the configuration of the engine that was prepared last.
+    """
+    axes: Any = getattr(getattr(model, "collectives", None), "topology", None)
+    whole = axes is not None and not model.stage_policy.parameters_sharded
+    if whole and (axes.expert is not None or axes.pipe is not None):
         return model._consolidated_16bit_state_dict()
-    found = method(accelerator, model, *args, **kwargs)
+    if whole and axes.model is None and accelerator.deepspeed_config["zero_optimization"]["stage"] == 3:
+        from hf_zero.deepspeed.served.helpers import clone_tensors_for_torch_save  # imports torch, which accelerate has imported already
+
+        found = clone_tensors_for_torch_save(accelerator.unwrap_model(model).state_dict())
+    else:
+        found = method(accelerator, model, *args, **kwargs)
     for call in callers.running(methods.SAVE_MODEL)[:1]:
         call.given[_GATHERED] = found
     return found

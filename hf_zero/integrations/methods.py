@@ -229,7 +229,7 @@ TOKENS = Method(
 STATE_DICT = Method(
     "accelerate.accelerator",
     "Accelerator.get_state_dict",
-    "with expert_parallel at stages 0 to 2, save_model fails (use engine.save_16bit_model)",
+    "with expert_parallel at stages 0 to 2, or where a stage-3 model was prepared later, save_model fails (use engine.save_16bit_model)",
     around="hf_zero.integrations.expert_saves:get_state_dict",
 )
 LOAD = Method(

@@ -228,6 +228,29 @@ def _adversaries(
         optimizer.step()
 
 
+def _saves_beside_another_stage(stage: int) -> None:
+    """A model that was prepared before one of stage 3 is saved by its own stage, though Accelerator keeps the last configuration."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    with trainers.clean_state():
+        stages = (min(stage, 2), 3)
+        config = {"train_micro_batch_size_per_gpu": 4}
+        plugins = {str(own): DeepSpeedPlugin(hf_ds_config={**config, "zero_optimization": {"stage": own}}) for own in stages}
+        accelerator = Accelerator(deepspeed_plugins=plugins)
+        engines = []
+        for own in stages:
+            accelerator.state.select_deepspeed_plugin(str(own))
+            model = _build()
+            engines.append(accelerator.prepare(model, _sgd(model))[0])
+        for own, engine in zip(stages, engines, strict=True):
+            found = accelerator.get_state_dict(engine)
+            assert (found is None) == (own == 3 and accelerator.process_index > 0)
+            if found is not None:
+                torch.testing.assert_close(found, _build().state_dict(), rtol=0, atol=0)
+        for engine in engines:
+            engine.destroy()
+
+
 def _several_models(stage: int) -> None:
     from hf_zero.errors import StateError, UnsupportedError
 
@@ -242,6 +265,7 @@ def _several_models(stage: int) -> None:
             _close(_weights(model), [param.detach() for param in expected.parameters()], f"stage {stage}")
         for model in (first, second):
             model.destroy()
+    _saves_beside_another_stage(stage)
     # Of one model: an optimizer for each part is refused, one that was not prepared with it too, and a second one in its place trains.
     with _accelerator(stage) as accelerator:
         model = _build()
