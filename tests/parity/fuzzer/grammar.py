@@ -30,6 +30,8 @@ EXPERT_PARAMETERS = {
     },
 }
 
+WAYS = ("ulysses", "allgather", "alltoall")  # to divide sequences
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -42,6 +44,8 @@ class Cell:
         split: Number of ranks that hold each layer together, and have the same batches (tensor parallelism).
         stages: Number of stages of a pipeline, each on other ranks.
         experts: Number of ranks that hold the experts of each layer together.
+        sequences: Number of ranks that divide each sequence.
+        way: How they do it: "ulysses", or "allgather" and "alltoall" of context parallelism.
         mixture: Experts of each layer: "none", "listed" modules, or "stacked" in one tensor.
         accumulation: Micro-steps per optimizer step.
         clip: Largest norm of all gradients; 0 is off.
@@ -61,6 +65,8 @@ class Cell:
     split: int = 1
     stages: int = 1
     experts: int = 1
+    sequences: int = 1
+    way: str = "ulysses"
     mixture: str = "none"
     accumulation: int = 1
     clip: float = 0.0
@@ -76,11 +82,11 @@ class Cell:
     @property
     def batches(self) -> int:
         """Return the number of different batches of a micro-step."""
-        return self.ranks // self.split // self.stages
+        return self.ranks // self.split // self.stages // self.sequences
 
     def place(self, rank: int) -> int:
         """Return the position of ``rank`` among the ranks of its stage with different batches."""
-        return rank % (self.ranks // self.stages) // self.split
+        return rank % (self.ranks // self.stages) // self.split // self.sequences
 
 
 # Values of each field; the first is the simplest one.
@@ -269,6 +275,8 @@ class Course:
             "bad_save": between,
             "gather_write": cell.ranks > 1 or operation.get("modifier") != 1,
         }
+        if cell.sequences > 1 and name == "fail_forward" and operation.get("who") != "all":
+            return False  # the others wait for its part of the sequence
         parts = cell.split > 1 or cell.experts > 1
         if parts and not self._fits_parts(operation) or cell.stages > 1 and not self._fits_stages(operation):
             return False

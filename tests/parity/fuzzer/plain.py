@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from tests.parity.fuzzer import model as script_model
 from tests.parity.fuzzer.grammar import Cell
-from tests.parity.fuzzer.model import ScriptError, Seen, Side, batch, noise
+from tests.parity.fuzzer.model import ScriptError, Seen, noise
+from tests.parity.fuzzer.side import Side
 
 SETTINGS: dict[str, Any] = {"lr": 0.02, "betas": (0.9, 0.99), "eps": 1e-3, "weight_decay": 0.5}
 
@@ -79,7 +80,7 @@ class Plain(Side):
 
     def forward(self, data: int) -> Seen:
         failed, self.failed_alone = self.failed_alone, None
-        self.losses = [self.model(*batch(data, rank)) for rank in self._each_rank()]
+        self.losses = [self.loss_of(self.model, data, rank) for rank in self._each_rank()]
         if failed not in (None, data):
             raise MustRefuse(f"rank 0 has lost batch {failed}")
         return {"loss": self.losses[self.place].detach().clone()}
@@ -164,18 +165,18 @@ class Plain(Side):
     call_module = evaluate
 
     def forward_lost(self, data: int) -> Seen:
-        return {"loss": [self.model(*batch(data, rank)) for rank in self._each_rank()][self.place].detach()}
+        return {"loss": [self.loss_of(self.model, data, rank) for rank in self._each_rank()][self.place].detach()}
 
     def generate(self, data: int, lengths: str) -> Seen:
         self.model.eval()
         self._enter(self.place)
-        tokens, logits = self.model.generate(batch(data, self.place)[0], length_of(lengths, self.place))
+        tokens, logits = self.model.generate(self.prompt(data), length_of(lengths, self.place))
         self.model.train()
         return {"tokens": tokens, **{f"logits {place}": value for place, value in enumerate(logits)}}
 
     def _own(self, data: int, model: Any) -> Tensor:
         self._enter(self.place)
-        logits: Tensor = model(batch(data, self.place)[0])
+        logits: Tensor = self.logits_of(model, data)
         self.model.train()
         return logits
 
@@ -187,7 +188,7 @@ class Plain(Side):
             if who in ("all", rank):
                 self.model.get_submodule(layer).fails = "forward"
                 try:
-                    self.model(*batch(data, rank))
+                    self.loss_of(self.model, data, rank)
                 except ScriptError:
                     continue
         return {}
@@ -195,7 +196,7 @@ class Plain(Side):
     def fail_backward(self, layer: str, data: int) -> Seen:
         for rank in self._each_rank():
             self.model.get_submodule(layer).fails = "backward"
-            loss = self.model(*batch(data, rank))
+            loss = self.loss_of(self.model, data, rank)
             try:
                 loss.backward()
             except ScriptError:
