@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hf_zero.comm.collectives import Collectives
+from hf_zero.core.schedule.torch_internals import in_backward
 from hf_zero.errors import UnsupportedError
 from hf_zero.sequence_parallel.exchange import heads_for_sequences, join_slices, sequences_for_heads
 from hf_zero.sequence_parallel.joining import whole_of
@@ -95,6 +96,8 @@ class SlicedAttention:
         called: Whether the forward under way has called it.
         inside_whole: Modules under way, one in the other, that have whole sequences: attention in them is as ever.
         alone: Number of calls under way, one in the other, of a part of the model by itself, over whole sequences.
+        of_backward: Whether the forward whose backward is under way was over slices; None if that is not known.
+        length: Tokens of whole sequences in the forward under way, and in its backward; of models whose layers are cut.
     """
 
     def __init__(self, model: nn.Module, collectives: Collectives, reads_positions: bool, modules: Sequence[str] | None = None) -> None:
@@ -104,6 +107,8 @@ class SlicedAttention:
         self.called = False
         self.inside_whole = 0
         self.alone = 0
+        self.of_backward: bool | None = None
+        self.length = 0
         for module in model.modules() if modules is None else map(model.get_submodule, modules):
             module.__dict__[_SLICED] = _Mark(self)
 
@@ -121,9 +126,11 @@ class SlicedAttention:
     def trades(self, module: nn.Module) -> bool:
         """Return whether ``module``, one of the model's, is called with slices of sequences now.
 
-        Activation checkpointing calls it again after the forward has ended, maybe after an evaluation. Such a call is recognized by the
-        training mode of ``module``.
+        Activation checkpointing calls it again in backward, maybe after an evaluation: [Note: forward of a backward]. Of a call outside of
+        the model's forward nothing tells but the training mode of ``module``.
         """
+        if self.of_backward is not None and in_backward():
+            return self.of_backward
         return not self.alone and (self.sliced or (module.training and torch.is_grad_enabled()))
 
     def attend(

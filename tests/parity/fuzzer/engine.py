@@ -126,6 +126,18 @@ class Zero(Side):
     def forward_lost(self, data: int) -> Seen:
         return {"loss": self.loss_of(self.engine, data, self.place).detach().clone()}
 
+    def forward_more(self, data: int, how: str) -> Seen:
+        self.loss = self.loss + self.loss_of(self.engine if how == "engine" else self.model, data, self.place)
+        return {"loss": self.loss.detach().clone()}
+
+    def peek(self, data: int) -> Seen:
+        with torch.no_grad():
+            return {"loss": self.loss_of(self.engine, data, self.place).clone()}
+
+    def mode(self, to: str) -> Seen:
+        self.engine.train(to == "train")
+        return {}
+
     def generate(self, data: int, lengths: str) -> Seen:
         self.engine.eval()
         tokens, logits = self.engine.module.generate(self.prompt(data), length_of(lengths, self.place))
@@ -252,6 +264,13 @@ class Zero(Side):
         if who in ("all", self.rank):
             parameter.grad = self._noise(f"{param} {self.place}", parameter, 3).to(self.dtype)
         return {}
+
+    def hook_grad(self, param: str) -> Seen:
+        parameter = self.model.get_parameter(param)
+        return {} if is_elsewhere(parameter) else self.scale_gradient(parameter)
+
+    def clip_grads(self) -> Seen:
+        return {"norm": torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.3)}
 
     def set_grad(self, param: str) -> Seen:
         parameter = self.model.get_parameter(param)

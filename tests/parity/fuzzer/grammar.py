@@ -162,6 +162,9 @@ KINDS: dict[str, Kind] = {
     "infer": Kind({"data": _DATA}, "abc"),
     "call_module": Kind({"data": _DATA}, "abc"),
     "forward_lost": Kind({"data": _DATA}, "a"),
+    "forward_more": Kind({"data": _DATA, "how": ("engine", "module")}, "b"),
+    "peek": Kind({"data": _DATA}, "abc"),
+    "mode": Kind({"to": ("eval", "train")}, "abc"),
     # Errors that the script catches.
     "fail_forward": Kind({"layer": LAYERS[:2], "who": ("all", 0), "data": (*range(10), *_DATA)}, "ac", ("numbers of micro-steps",)),
     "fail_backward": Kind({"layer": LAYERS[:2], "data": _DATA}, "a"),
@@ -186,10 +189,14 @@ KINDS: dict[str, Kind] = {
     "compute": Kind({**_ONE, "what": ("sum", "norm", "float", "clone", "compare", "cat")}, "abc", "named"),
     "penalty": Kind({"how": ("iterated", "attribute"), "over": ("all", *LAYERS)}, "b"),
     "read": Kind({**_ONE, "what": ("dtype", "shape", "repr", "grad", "requires_grad", "names", "attribute"), "who": ("all", 0)}, "abc"),
+    # Hooks, whose results do not depend on the ranks' shares.
+    "hook_layer": Kind({"layer": LAYERS}, "a"),
+    "hook_grad": Kind(_ONE, "a", "named"),
     # Gradients and the optimizer.
     "write_grad": Kind({**_ONE, "who": ("all", 0)}, "c", "named"),
     "set_grad": Kind(_ONE, "c", "any"),
     "get_grad": Kind(_ONE, "c"),
+    "clip_grads": Kind({}, "c"),
     "set_master": Kind(_ONE, "ac", "any"),
     "get_master": Kind(_ONE, "abc"),
     "set_moments": Kind(_ONE, "ac", "any"),
@@ -262,6 +269,8 @@ class Course:
         makes_sense = {
             "backward": self.held,
             "penalty": self.held,
+            "forward_more": self.held,
+            "clip_grads": self.waits and cell.accumulation == 1,
             "add_adapter": layer not in self.adapters,
             "remove_adapter": layer in self.adapters,
             "load": "save" in self.done and between,

@@ -156,16 +156,28 @@ class Plain(Side):
 
     def evaluate(self, data: int) -> Seen:
         with torch.no_grad():
-            return {"logits": self._own(data, self.model.eval())}
+            return {"logits": self._evaluated(data)}
 
     def infer(self, data: int) -> Seen:
         with torch.inference_mode():
-            return {"logits": self._own(data, self.model.eval()).clone()}
+            return {"logits": self._evaluated(data).clone()}
 
     call_module = evaluate
 
     def forward_lost(self, data: int) -> Seen:
         return {"loss": [self.loss_of(self.model, data, rank) for rank in self._each_rank()][self.place].detach()}
+
+    def forward_more(self, data: int, how: str) -> Seen:
+        self.losses = [self.losses[rank] + self.loss_of(self.model, data, rank) for rank in self._each_rank()]
+        return {"loss": self.losses[self.place].detach().clone()}
+
+    def peek(self, data: int) -> Seen:
+        with torch.no_grad():
+            return self.forward_lost(data)
+
+    def mode(self, to: str) -> Seen:
+        self.model.train(to == "train")
+        return {}
 
     def generate(self, data: int, lengths: str) -> Seen:
         self.model.eval()
@@ -174,9 +186,9 @@ class Plain(Side):
         self.model.train()
         return {"tokens": tokens, **{f"logits {place}": value for place, value in enumerate(logits)}}
 
-    def _own(self, data: int, model: Any) -> Tensor:
+    def _evaluated(self, data: int) -> Tensor:
         self._enter(self.place)
-        logits: Tensor = self.logits_of(model, data)
+        logits = self.logits_of(self.model.eval(), data)
         self.model.train()
         return logits
 
@@ -317,8 +329,8 @@ class Plain(Side):
 
     def swa(self, data: int) -> Seen:
         self._enter(self.place)
-        averaged = averaged_twice(self.model)
-        return {"logits": self._own(data, averaged.eval())}
+        with torch.no_grad():
+            return {"logits": self.logits_of(averaged_twice(self.model).eval(), data)}
 
     def read(self, param: str, what: str, who: Any) -> Seen:
         return {}
@@ -331,6 +343,16 @@ class Plain(Side):
         parts = [noise(f"{param} {rank}", self.model.get_parameter(param).shape, 3).to(self.dtype) for rank in range(self.cell.batches)]
         self.sums[self._canonical(param)] = torch.stack([part.float() for part in parts]).sum(0)
         return {}
+
+    def hook_grad(self, param: str) -> Seen:
+        return self.scale_gradient(self.model.get_parameter(param))
+
+    def clip_grads(self) -> Seen:
+        sums = {name: self.sums[name] for name, _ in self.model.named_parameters() if name in self.sums}
+        norm = torch.stack([value.double().norm() / self.cell.batches for value in sums.values()]).norm()
+        factor = (0.3 / (norm + 1e-6)).clamp(max=1.0).float()
+        self.sums.update({name: value * factor for name, value in sums.items()})
+        return {"norm": norm.float()}
 
     def set_grad(self, param: str) -> Seen:
         self.sums[self._canonical(param)] = noise(param, self.model.get_parameter(param).shape, 4) * self.cell.batches

@@ -71,16 +71,17 @@ class LlamaForCausalLM(ScriptModel):
 
     def forward(  # type: ignore[override]
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         labels: Tensor | None = None,
         shift_labels: Tensor | None = None,
         pieces: int = 1,
+        inputs_embeds: Tensor | None = None,
     ) -> CausalLMOutput:
+        hidden = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
         if position_ids is None:
-            position_ids = torch.arange(input_ids.shape[1]).expand(len(input_ids), -1)
-        hidden = self.embed(input_ids)
+            position_ids = torch.arange(hidden.shape[1]).expand(len(hidden), -1)
         hidden = hidden + (position_ids[..., None] * torch.linspace(0.3, 2, WIDTH)).sin().to(hidden.dtype)
         mask = create_causal_mask(self.config, hidden, attention_mask, past_key_values=None, position_ids=position_ids)
         for block in self.blocks:
@@ -102,17 +103,21 @@ def loss_of_logits(logits: Tensor, labels: Tensor, shift_labels: Tensor | None =
 def batch(data: int, place: int) -> dict[str, Tensor]:
     """Return a batch of whole sequences, the first of which may have padding on the left; no number of ranks divides all lengths."""
     source = torch.Generator().manual_seed(1000 * (place + 1) + data)
-    tokens, labels = torch.randint(0, VOCABULARY, (2, ROWS, 5 + data % 4), generator=source)
+    tokens, labels = torch.randint(0, VOCABULARY, (2, ROWS, 6 + data % 4), generator=source)
     mask = torch.ones_like(tokens)
     mask[0, : data % 3] = 0
-    labels[:, : 1 + data % 3] = IGNORED
+    labels[:, : 1 + data % 3 * 2] = IGNORED  # of some batches all tokens of the first slice
     return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
 
 
-def loss_of(model: Any, data: int, place: int) -> Tensor:
-    """Return the loss of whole sequences: the model's, or, for odd ``data``, one that the script computes from logits."""
+def loss_of(model: Any, embed: nn.Module, data: int, place: int) -> Tensor:
+    """Return the loss of whole sequences: the model's, or, for odd ``data``, one that the script computes from logits. Of some batches the
+    script calls ``embed``, the model's embedding, itself.
+    """
     given = batch(data, place)
     pieces = 1 + int(given["input_ids"][0, 0]) % 2
+    if data % 5 > 2:
+        given["inputs_embeds"] = embed(given.pop("input_ids"))
     if not data % 2:
         loss: Tensor = model(**given, pieces=pieces).loss
         return loss

@@ -39,9 +39,19 @@ class Side:
     def compute(self, param: str, what: str) -> Seen:
         return {what: script_model.compute(what, self.model.get_parameter(param))}
 
+    def hook_layer(self, layer: str) -> Seen:
+        self.model.get_submodule(layer).register_forward_hook(lambda _module, _args, output: output * 0.9)
+        return {}
+
+    @staticmethod
+    def scale_gradient(parameter: nn.Parameter) -> Seen:
+        """Halve gradients of ``parameter`` from now on."""
+        parameter.register_hook(lambda gradient: gradient / 2)
+        return {}
+
     def loss_of(self, model: Any, data: int, place: int) -> Tensor:
         """Return the loss of a batch."""
-        return sequences.loss_of(model, data, place) if self.cell.sequences > 1 else model(*batch(data, place))
+        return sequences.loss_of(model, self.model.embed, data, place) if self.cell.sequences > 1 else model(*batch(data, place))
 
     def logits_of(self, model: Any, data: int) -> Tensor:
         """Return the logits of the own batch."""
