@@ -47,7 +47,10 @@ def config_of(cell: Cell) -> dict[str, Any]:
     if cell.stages > 1:
         config["pipeline"] = {"stages": cell.stages}
     if cell.sequences > 1 and cell.way != "ulysses":
-        config["hf_zero"] = {"context_parallel_size": cell.sequences, "context_parallel_strategy": cell.way}
+        pairs = 2 if cell.way == "both" else 1
+        strategy = "allgather" if cell.way == "both" else cell.way
+        config["hf_zero"] = {"context_parallel_size": cell.sequences // pairs, "context_parallel_strategy": strategy}
+        config["sequence_parallel_size"] = pairs
     if cell.experts > 1:
         config["expert_parallel"] = {"enabled": True, "autoep_size": cell.experts}
     return config

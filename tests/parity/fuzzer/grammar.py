@@ -30,7 +30,7 @@ EXPERT_PARAMETERS = {
     },
 }
 
-WAYS = ("ulysses", "allgather", "alltoall")  # to divide sequences
+WAYS = ("ulysses", "allgather", "alltoall", "both")  # to divide sequences
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Cell:
         stages: Number of stages of a pipeline, each on other ranks.
         experts: Number of ranks that hold the experts of each layer together.
         sequences: Number of ranks that divide each sequence.
-        way: How they do it: "ulysses", or "allgather" and "alltoall" of context parallelism.
+        way: How they do it: "ulysses", "allgather" and "alltoall" of context parallelism, or "both": pairs of ranks exchange heads, and
+            keys are gathered over pairs.
         mixture: Experts of each layer: "none", "listed" modules, or "stacked" in one tensor.
         accumulation: Micro-steps per optimizer step.
         clip: Largest norm of all gradients; 0 is off.

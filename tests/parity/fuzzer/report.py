@@ -41,7 +41,7 @@ from tests.support import ranks
 
 CELLS = [Cell(stage=stage, dtype=dtype, ranks=world) for stage in range(4) for dtype in ("fp32", "bf16") for world in (1, 2)]
 SOME_CELLS = [cell for cell in CELLS if cell.stage != 1 and (cell.ranks == 2 or cell.stage != 2 and cell.dtype == "fp32")]  # of the table
-TIMEOUT = 15.0  # seconds of a wait that is a hang: by hand somebody looks at it
+TIMEOUT = 40.0  # seconds of a wait that is a hang: by hand somebody looks at it
 
 
 def everywhere(script: Script) -> list[Script]:
@@ -74,10 +74,10 @@ def among_experts(script: Script, experts: int, mixture: str) -> Script:
 
 
 def over_sequences(script: Script, size: int, way: str) -> Script:
-    """Return the script over as many groups of ranks as it has ranks, each of which divides its sequences; in fp32 and without buffers,
-    because sums over parts are rounded otherwise, and each rank has the statistics of its own part.
+    """Return the script over as many groups of ranks as it has ranks, one if they are large, each of which divides its sequences; in fp32
+    and without buffers, because sums over parts are rounded otherwise, and each rank has the statistics of its own part.
     """
-    cell = replace(script.cell, ranks=script.cell.ranks * size, sequences=size, way=way, dtype="fp32", buffers=0)
+    cell = replace(script.cell, ranks=max(size, min(script.cell.ranks * size, 4)), sequences=size, way=way, dtype="fp32", buffers=0)
     script = script._replace(cell=cell)
     return script._replace(operations=tuple(keep_valid(script)))
 
@@ -221,7 +221,7 @@ def _explore(arguments: argparse.Namespace) -> None:
     if arguments.experts > 1:
         drawn = [among_experts(script, arguments.experts, arguments.mixture) for script in drawn]
     if arguments.sequences > 1:
-        ways = [arguments.way] if arguments.way else list(WAYS)
+        ways = [arguments.way] if arguments.way else list(WAYS[:3] if arguments.sequences < 4 else WAYS[1:])
         drawn = [over_sequences(script, arguments.sequences, ways[place % len(ways)]) for place, script in enumerate(drawn)]
     if arguments.skip_known:
         from tests.parity.fuzzer.known import without_known

@@ -32,7 +32,8 @@ class Attention(nn.Module):
         super().__init__()
         width = WIDTH // HEADS
         self.is_causal, self.num_key_value_groups = True, HEADS
-        self.query, self.key, self.value = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, width), nn.Linear(WIDTH, width)
+        # Without a bias of keys: softmax takes no notice of it, so its gradient is rounding errors, of which Adam makes steps.
+        self.query, self.key, self.value = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, width, bias=False), nn.Linear(WIDTH, width)
         self.output = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
