@@ -156,11 +156,10 @@ class DividedForwards(BoundForwards):
 
     def _with_gradients(self, given: Batch) -> Batch:
         """Return arguments of a forward, of which those that require a gradient get it from the parts of all ranks."""
-        grad = torch.is_grad_enabled()
-        return {
-            name: given_to_all(self.layout.collectives, value) if grad and isinstance(value, torch.Tensor) and value.requires_grad else value
-            for name, value in given.items()
-        }
+        if not torch.is_grad_enabled():
+            return given
+        needs = {name: value for name, value in given.items() if isinstance(value, torch.Tensor) and value.requires_grad}
+        return {**given, **{name: given_to_all(self.layout.collectives, value) for name, value in needs.items()}}
 
     def parts_of(self, given: Batch) -> Batch:
         """Return this rank's parts of a whole batch; collective the first time.

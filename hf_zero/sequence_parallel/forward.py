@@ -124,12 +124,14 @@ class BoundForwards:
     def _enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if _bound.get(model) is not self:
             return None
-        self.attention.of_backward = None
-        return self._before(model, args, kwargs)
+        changed = self._before(model, args, kwargs)
+        self.attention.outside = False
+        return changed
 
     def _leave(self, model: nn.Module, args: Any, output: Any) -> Any:
         if _bound.get(model) is not self:
             return None
+        self.attention.outside = True
         changed = self._after(model, args, output)
         self._announce(output if changed is None else changed, self.attention.sliced)
         return changed
@@ -141,12 +143,12 @@ class BoundForwards:
                 tensor.register_hook(partial(self._begin_backward, sliced, self.attention.length))
 
     def _begin_backward(self, sliced: bool, length: int, _gradient: torch.Tensor) -> None:
-        if self.attention.of_backward is None:
-            call_after_backward(self._end_backward)
-        self.attention.of_backward, self.attention.length = sliced, length
+        if self.attention.outside:
+            call_after_backward(partial(self._end_backward, self.attention.sliced))
+        self.attention.outside, self.attention.sliced, self.attention.length = False, sliced, length
 
-    def _end_backward(self) -> None:
-        self.attention.of_backward = None
+    def _end_backward(self, sliced: bool) -> None:
+        self.attention.outside, self.attention.sliced = True, sliced
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         raise NotImplementedError
