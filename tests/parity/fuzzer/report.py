@@ -41,7 +41,7 @@ from tests.support import ranks
 
 CELLS = [Cell(stage=stage, dtype=dtype, ranks=world) for stage in range(4) for dtype in ("fp32", "bf16") for world in (1, 2)]
 SOME_CELLS = [cell for cell in CELLS if cell.stage != 1 and (cell.ranks == 2 or cell.stage != 2 and cell.dtype == "fp32")]  # of the table
-TIMEOUT = 40.0  # seconds of a wait that is a hang: by hand somebody looks at it
+TIMEOUT = 15.0  # seconds of a wait that is a hang: by hand somebody looks at it
 
 
 def everywhere(script: Script) -> list[Script]:
