@@ -91,10 +91,12 @@ class SlicedAttention:
     Attributes:
         collectives: The sequence-parallel group.
         reads_positions: The core function wants positions (flash attention finds packed sequences by them).
-        sliced: Whether the last forward of the model was over slices.
+        sliced: Whether the forward under way is over slices, or the one whose backward is; else the last one.
         called: Whether the forward under way has called it.
         inside_whole: Modules under way, one in the other, that have whole sequences: attention in them is as ever.
         alone: Number of calls under way, one in the other, of a part of the model by itself, over whole sequences.
+        outside: Whether no forward of the model is under way, nor the backward of one.
+        length: Tokens of whole sequences in the forward under way, and in its backward; of models whose layers are cut.
     """
 
     def __init__(self, model: nn.Module, collectives: Collectives, reads_positions: bool, modules: Sequence[str] | None = None) -> None:
@@ -104,6 +106,8 @@ class SlicedAttention:
         self.called = False
         self.inside_whole = 0
         self.alone = 0
+        self.outside = True
+        self.length = 0
         for module in model.modules() if modules is None else map(model.get_submodule, modules):
             module.__dict__[_SLICED] = _Mark(self)
 
@@ -121,10 +125,10 @@ class SlicedAttention:
     def trades(self, module: nn.Module) -> bool:
         """Return whether ``module``, one of the model's, is called with slices of sequences now.
 
-        Activation checkpointing calls it again after the forward has ended, maybe after an evaluation. Such a call is recognized by the
-        training mode of ``module``.
+        Activation checkpointing calls it again in backward, maybe after an evaluation: [Note: forward of a backward]. Only for a call that
+        belongs to no forward of the model the training mode of ``module`` decides.
         """
-        return not self.alone and (self.sliced or (module.training and torch.is_grad_enabled()))
+        return not self.alone and (self.sliced or (self.outside and module.training and torch.is_grad_enabled()))
 
     def attend(
         self,

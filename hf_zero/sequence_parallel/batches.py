@@ -253,9 +253,15 @@ def prepare(batch: Any, ranks: int) -> tuple[dict[str, torch.Tensor], dict[str, 
         ranks: Number of slices.
 
     Raises:
-        ConfigError: The batch is no dictionary, or something in it has no dimension of tokens.
+        ConfigError: The batch is no dictionary, or something in it has no dimension of tokens, or requires a gradient.
     """
     tensors, rest, _ = whole_batch(batch, ranks)
+    needs = [name for name, value in tensors.items() if value.requires_grad]
+    if needs:
+        raise ConfigError(
+            f"sequence parallelism: {', '.join(needs)} of a batch requires a gradient, which slices cannot send back to the rank that "
+            "loaded it. Load input_ids, and let the model embed them; or detach() the tensor, if it is not trained"
+        )
     # Media are whole on every rank: which tokens are an image's is the model's to know.
     return {
         name: value.expand(ranks, *value.shape) if is_medium(name) else value.unflatten(1, (ranks, -1)).transpose(0, 1)

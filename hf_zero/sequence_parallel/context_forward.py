@@ -26,7 +26,7 @@ from hf_zero.sequence_parallel.attention import sliced_attention
 from hf_zero.sequence_parallel.batches import IGNORED, LABELS, Batch, counted_by_adapter, is_medium, is_slice, mark_slice, whole_batch
 from hf_zero.sequence_parallel.forward import BoundForwards, Randomness, SliceSettings, bound_forwards
 from hf_zero.sequence_parallel.gathered import ContextAttention
-from hf_zero.sequence_parallel.joining import Layout, join_loss, join_tokens
+from hf_zero.sequence_parallel.joining import Layout, given_to_all, join_loss, join_tokens
 from hf_zero.sequence_parallel.masks import RowMasks
 from hf_zero.sequence_parallel.positions import OwnPositions, WholeRotary, require_even_temperature
 from hf_zero.sequence_parallel.ring import RingAttention, require_ring
@@ -70,7 +70,6 @@ class DividedForwards(BoundForwards):
 
     Attributes:
         layout: The division of sequences.
-        attention: State of the model's attention modules.
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class DividedForwards(BoundForwards):
         self._rotary.remove()
 
     def _begin_alone(self, part: nn.Module, _args: Any) -> None:
-        """Let a part of the model that is called by itself compute whole sequences ([Note: parts of a model by themselves])."""
+        """Let a part of the model that is called by itself compute whole sequences, on every rank."""
         attention = sliced_attention(part)
         if self._open or attention is not self.attention:  # inside the model, or in a copy of it
             return
@@ -117,11 +116,6 @@ class DividedForwards(BoundForwards):
                 f"context parallelism: {name} was called by itself inside maybe_context_parallel, with this rank's part of the tokens. "
                 "Call the whole model there, or call this part outside, with whole sequences"
             )
-        if torch.is_grad_enabled() and any(getattr(module, "gradient_checkpointing", False) for module in part.modules()):
-            raise UnsupportedError(
-                f"context parallelism: {name} was called by itself, and its layers are recomputed (gradient checkpointing), where such a "
-                "call cannot be told from a call of the whole model. Call the whole model, or switch checkpointing off"
-            )
         warn_once(
             f"context parallelism: {name} was called by itself, outside of the forward of the whole model: each rank computes whole "
             "sequences. Results are exact, but no work is divided; call the whole model, with labels, to divide it"
@@ -129,10 +123,11 @@ class DividedForwards(BoundForwards):
         self._alone.append(part)
         self.attention.alone += 1
 
-    def _end_alone(self, part: nn.Module, _args: Any, _output: Any) -> None:
+    def _end_alone(self, part: nn.Module, _args: Any, output: Any) -> None:
         if self._alone and self._alone[-1] is part:
             self._alone.pop()
             self.attention.alone -= 1
+            self._announce(output, sliced=False)
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
@@ -143,7 +138,7 @@ class DividedForwards(BoundForwards):
             return None
         _require_plain(model, given)
         try:
-            batch = self._completed(given) if by_caller else self.parts_of(given)
+            batch = self._completed(given) if by_caller else self.parts_of(self._with_gradients(given))
         except HfZeroError as error:
             raise said_of_context(error) from None
         self._length = 0 if by_caller else int(tokens or 0)
@@ -158,6 +153,13 @@ class DividedForwards(BoundForwards):
         self._randomness.enter(model.training)
         self._open = True
         return (), batch
+
+    def _with_gradients(self, given: Batch) -> Batch:
+        """Return arguments of a forward, of which those that require a gradient get it from the parts of all ranks."""
+        if not torch.is_grad_enabled():
+            return given
+        needs = {name: value for name, value in given.items() if isinstance(value, torch.Tensor) and value.requires_grad}
+        return {**given, **{name: given_to_all(self.layout.collectives, value) for name, value in needs.items()}}
 
     def parts_of(self, given: Batch) -> Batch:
         """Return this rank's parts of a whole batch; collective the first time.

@@ -40,7 +40,9 @@ _LIBRARY = "transformers.models."
 class Layers(Protocol):
     """The part of ``CutLayers`` that this file uses."""
 
-    length: int
+    @property
+    def length(self) -> int:
+        """Return the tokens of whole sequences."""
 
     def under_way(self, module: nn.Module) -> bool:
         """Return whether slices are under way in ``module``, one of the model's."""
@@ -103,12 +105,10 @@ class CutLayers:
 
     Attributes:
         attention: State of the model's forwards over slices.
-        length: Tokens of whole sequences in the forward under way, and in its backward.
     """
 
     def __init__(self, model: nn.Module, attention: SlicedAttention, flow: TokenFlow, whole_tail: bool) -> None:
         self.attention = attention
-        self.length = 0
         self._collectives = attention.collectives
         self._hooks: list[Any] = []
         modules = dict(model.named_modules())
@@ -128,6 +128,11 @@ class CutLayers:
         if whole_tail:
             last = flow.items[flow.last]
             self._hooks.append(modules[flow.last].register_forward_hook(partial(self._join_results, last.outputs)))
+
+    @property
+    def length(self) -> int:
+        """Return the tokens of whole sequences in the forward under way, and in its backward."""
+        return self.attention.length
 
     def remove(self) -> None:
         """Take the hooks off."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_zero.comm.collectives import Collectives
+from hf_zero.core.schedule.torch_internals import call_after_backward
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from hf_zero.sequence_parallel.attention import SlicedAttention
 from hf_zero.sequence_parallel.batches import cache_in, is_slice
@@ -19,6 +21,7 @@ from hf_zero.sequence_parallel.masks import WholeMasks
 from hf_zero.sequence_parallel.positions import OwnPositions, WholeRotary, require_even_temperature
 from hf_zero.sequence_parallel.sliceable import NO_ROUTERS, ROUTERS, StandIn, require_sliceable
 from hf_zero.sequence_parallel.whole_inputs import WholeInputs
+from hf_zero.system.trees import tensors_in
 
 
 class Randomness:
@@ -84,9 +87,16 @@ _bound: WeakKeyDictionary[nn.Module, BoundForwards] = WeakKeyDictionary()
 class BoundForwards:
     """Hooks around the forward of one model, which has no others of this kind. On a copy of the model they do nothing.
 
+    [Note: forward of a backward] Activation checkpointing calls layers again in backward. Other forwards of the model may have come since,
+    in evaluation mode over whole sequences, or over sequences of another length; and the model's mode may have changed. autograd runs
+    through later forwards first, and enters each one at its outputs: hooks there say which forward it is whose layers are called again.
+
     Attributes:
         settings: Settings of the script.
+        attention: State of the model's attention modules.
     """
+
+    attention: SlicedAttention
 
     def __init__(self, settings: SliceSettings) -> None:
         self.settings = settings
@@ -112,10 +122,33 @@ class BoundForwards:
             hook.remove()
 
     def _enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        return self._before(model, args, kwargs) if _bound.get(model) is self else None
+        if _bound.get(model) is not self:
+            return None
+        changed = self._before(model, args, kwargs)
+        self.attention.outside = False
+        return changed
 
     def _leave(self, model: nn.Module, args: Any, output: Any) -> Any:
-        return self._after(model, args, output) if _bound.get(model) is self else None
+        if _bound.get(model) is not self:
+            return None
+        self.attention.outside = True
+        changed = self._after(model, args, output)
+        self._announce(output if changed is None else changed, self.attention.sliced)
+        return changed
+
+    def _announce(self, output: Any, sliced: bool) -> None:
+        """Let backward say when it enters the forward of ``output``; see [Note: forward of a backward]."""
+        for _, tensor in tensors_in(output):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(partial(self._begin_backward, sliced, self.attention.length))
+
+    def _begin_backward(self, sliced: bool, length: int, _gradient: torch.Tensor) -> None:
+        if self.attention.outside:
+            call_after_backward(partial(self._end_backward, self.attention.sliced))
+        self.attention.outside, self.attention.sliced, self.attention.length = False, sliced, length
+
+    def _end_backward(self, sliced: bool) -> None:
+        self.attention.outside, self.attention.sliced = True, sliced
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         raise NotImplementedError
@@ -129,7 +162,6 @@ class SlicedForwards(BoundForwards):
 
     Attributes:
         collectives: The sequence-parallel group.
-        attention: State of the model's attention modules.
     """
 
     def __init__(self, model: nn.Module, collectives: Collectives, settings: SliceSettings) -> None:

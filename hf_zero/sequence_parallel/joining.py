@@ -214,3 +214,28 @@ def join_tokens(layout: Layout, part: torch.Tensor) -> torch.Tensor:
     """
     found: torch.Tensor = _JoinTokens.apply(part, layout)  # type: ignore[no-untyped-call]
     return found
+
+
+class _GivenToAll(torch.autograd.Function):
+    """A tensor that every rank has; its gradient is the mean of the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, collectives: Collectives) -> torch.Tensor:
+        ctx.collectives = collectives
+        return whole.view_as(whole)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        total = gradient.contiguous().clone()
+        ctx.collectives.all_reduce(total, "gradients of inputs").wait()
+        return total / ctx.collectives.world, None
+
+
+def given_to_all(collectives: Collectives, whole: torch.Tensor) -> torch.Tensor:
+    """Return ``whole``, which every rank has and of which each uses its part; a gradient reaches it as on one rank. Collective in backward.
+
+    As each rank's own part has the gradient of one rank times the number of ranks (``join_loss``), the mean is that of one rank.
+    """
+    found: torch.Tensor = _GivenToAll.apply(whole, collectives)  # type: ignore[no-untyped-call]
+    return found

@@ -73,7 +73,7 @@ class WholeInputs:
             )
         length = first.shape[1]
         self._attention.inside_whole = 0
-        self.layers.length = length * self._collectives.world
+        self._attention.length = length * self._collectives.world
         for name, value in given.items():
             if name in _LOSS or name == "position_ids" or is_medium(name) or not isinstance(value, torch.Tensor) or value.dim() < 2:
                 continue

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.parity.fuzzer.grammar import Script, keep_valid, parse, valid
+from tests.parity.fuzzer.grammar import WAYS, Script, keep_valid, parse, valid
 from tests.parity.fuzzer.known import KNOWN_OPEN, Known, known, mended, without_known
-from tests.parity.fuzzer.report import among_experts, draw, shrink, split_over
+from tests.parity.fuzzer.report import among_experts, draw, over_sequences, shrink, split_over
 from tests.parity.fuzzer.verdict import Verdict, verdicts_of
 
 SHOWN = 5  # failures that are made small
@@ -66,6 +66,26 @@ def test_scripts_that_failed_once_over_experts() -> None:
     param = "blocks.1.mixture.experts.2.weight"
     text = f"cell stage=1 ranks=4 experts=2 mixture=listed; gather_write param={param} modifier=0 who=0; forward data=0; backward; step"
     assert [verdict.word for verdict in verdicts_of([parse(text)])] == ["refused"]
+
+
+def test_drawn_scripts_over_sequences() -> None:
+    _check([over_sequences(without_known(script), 2, WAYS[place % 3]) for place, script in enumerate(draw(8))])
+
+
+def test_scripts_that_failed_once_over_sequences() -> None:
+    """Layers that are recomputed are over parts of sequences if their own forward was, whatever has come since."""
+    texts = (
+        "cell stage=1 ranks=2 sequences=2 way=allgather recompute=pieces; mode to=eval; forward data=0; mode to=train; backward; step",
+        "cell stage=3 ranks=2 sequences=2 recompute=pieces; forward data=0; evaluate data=21; mode to=eval; backward; step",
+    )
+    assert [verdict.word for verdict in verdicts_of([parse(text) for text in texts])] == ["equal"] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(4000)
+def test_many_drawn_scripts_over_sequences() -> None:
+    for size, way in ((2, "ulysses"), (2, "allgather"), (2, "alltoall"), (4, "both")):
+        _check([over_sequences(without_known(script), size, way) for script in draw(150)])
 
 
 @pytest.mark.slow

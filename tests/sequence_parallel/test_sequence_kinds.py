@@ -199,6 +199,7 @@ def test_slices_of_embeddings_are_known_after_a_cast() -> None:
     [
         ({"input_ids": torch.ones(1, 4), "labels": [1, 2, 3, 4]}, "labels of a batch is of type list"),
         ({"input_ids": torch.ones(1, 4), "position_ids": [0, 1, 2, 3]}, "position_ids of a batch is of type list"),
+        ({"inputs_embeds": torch.ones(1, 4, 2, requires_grad=True)}, "inputs_embeds of a batch requires a gradient"),
         ((torch.ones(1, 4),), "the loader gives tuple"),
     ],
 )

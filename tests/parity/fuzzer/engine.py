@@ -16,9 +16,11 @@ from hf_zero import utils
 from hf_zero.core.units.marks import is_elsewhere
 from hf_zero.core.units.parts import part_of, whole_of
 from tests.parity.fuzzer import model as script_model
+from tests.parity.fuzzer import sequences
 from tests.parity.fuzzer.grammar import Cell
-from tests.parity.fuzzer.model import ScriptError, Seen, Side, batch, noise
+from tests.parity.fuzzer.model import ScriptError, Seen, noise
 from tests.parity.fuzzer.plain import SETTINGS, averaged_twice, length_of, new_moments, new_weights
+from tests.parity.fuzzer.side import Side
 
 
 def config_of(cell: Cell) -> dict[str, Any]:
@@ -44,6 +46,11 @@ def config_of(cell: Cell) -> dict[str, Any]:
         config["tensor_parallel"] = {"autotp_size": cell.split, "partition_config": {"use_default_specs": False, "layer_specs": specs}}
     if cell.stages > 1:
         config["pipeline"] = {"stages": cell.stages}
+    if cell.sequences > 1 and cell.way != "ulysses":
+        pairs = 2 if cell.way == "both" else 1
+        strategy = "allgather" if cell.way == "both" else cell.way
+        config["hf_zero"] = {"context_parallel_size": cell.sequences // pairs, "context_parallel_strategy": strategy}
+        config["sequence_parallel_size"] = pairs
     if cell.experts > 1:
         config["expert_parallel"] = {"enabled": True, "autoep_size": cell.experts}
     return config
@@ -64,7 +71,9 @@ class Zero(Side):
         parameters = list(self.model.parameters())
         self.client = torch.optim.AdamW(parameters, foreach=False, fused=False, **SETTINGS) if cell.client else None
         arguments: dict[str, Any] = {"optimizer": self.client} if cell.client else {"model_parameters": parameters}
-        self.engine: Any = hf_zero.initialize(model=self.model, config=config_of(cell), **arguments)[0]
+        # Groups of both kinds come from the configuration; these make the forwards of a model forwards over slices.
+        self.groups = sequences.register(self.model, cell.sequences) if cell.sequences > 1 and cell.way == "ulysses" else None
+        self.engine: Any = hf_zero.initialize(model=self.model, config=config_of(cell), mpu=self.groups, **arguments)[0]
         self.loss: Tensor | None = None
         self.saves = 0
 
@@ -74,10 +83,15 @@ class Zero(Side):
         if self.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
 
+    def loss_of(self, model: Any, data: int, place: int) -> Tensor:
+        if self.groups is None:
+            return super().loss_of(model, data, place)
+        return sequences.loss_over_slices(model, data, place, self.groups)
+
     # -- training ---------------------------------------------------------------------------------------------------------
 
     def forward(self, data: int) -> Seen:
-        self.loss = self.engine(*batch(data, self.place))
+        self.loss = self.loss_of(self.engine, data, self.place)
         return {"loss": self.loss.detach().clone()}
 
     def backward(self) -> Seen:
@@ -94,30 +108,42 @@ class Zero(Side):
     def evaluate(self, data: int) -> Seen:
         self.engine.eval()
         with torch.no_grad():
-            logits = self.engine(batch(data, self.place)[0])
+            logits = self.logits_of(self.engine, data)
         self.engine.train()
         return {"logits": logits.clone()}
 
     def infer(self, data: int) -> Seen:
         self.engine.eval()
         with torch.inference_mode():
-            self.kept = self.engine(batch(data, self.place)[0])
+            self.kept = self.logits_of(self.engine, data)
         self.engine.train()
         return {"logits": self.kept.clone()}
 
     def call_module(self, data: int) -> Seen:
         self.model.eval()
         with torch.no_grad():
-            logits = self.model(batch(data, self.place)[0])
+            logits = self.logits_of(self.model, data)
         self.model.train()
         return {"logits": logits.clone()}
 
     def forward_lost(self, data: int) -> Seen:
-        return {"loss": self.engine(*batch(data, self.place)).detach().clone()}
+        return {"loss": self.loss_of(self.engine, data, self.place).detach().clone()}
+
+    def forward_more(self, data: int, how: str) -> Seen:
+        self.loss = self.loss + self.loss_of(self.engine if how == "engine" else self.model, data, self.place)
+        return {"loss": self.loss.detach().clone()}
+
+    def peek(self, data: int) -> Seen:
+        with torch.no_grad():
+            return {"loss": self.loss_of(self.engine, data, self.place).clone()}
+
+    def mode(self, to: str) -> Seen:
+        self.engine.train(to == "train")
+        return {}
 
     def generate(self, data: int, lengths: str) -> Seen:
         self.engine.eval()
-        tokens, logits = self.engine.module.generate(batch(data, self.place)[0], length_of(lengths, self.place))
+        tokens, logits = self.engine.module.generate(self.prompt(data), length_of(lengths, self.place))
         self.engine.train()
         return {"tokens": tokens, **{f"logits {place}": value for place, value in enumerate(logits)}}
 
@@ -127,7 +153,7 @@ class Zero(Side):
         if who in ("all", self.rank):
             self.model.get_submodule(layer).fails = "forward"
             try:
-                self.engine(*batch(data, self.place))
+                self.loss_of(self.engine, data, self.place)
             except ScriptError:
                 return {}
             raise AssertionError("the forward did not raise")
@@ -135,7 +161,7 @@ class Zero(Side):
 
     def fail_backward(self, layer: str, data: int) -> Seen:
         self.model.get_submodule(layer).fails = "backward"
-        loss = self.engine(*batch(data, self.place))
+        loss = self.loss_of(self.engine, data, self.place)
         try:
             self.engine.backward(loss)
         except ScriptError:
@@ -221,7 +247,7 @@ class Zero(Side):
     def swa(self, data: int) -> Seen:
         averaged = averaged_twice(self.engine.module).eval()
         with torch.no_grad():
-            return {"logits": averaged(batch(data, self.place)[0]).clone()}
+            return {"logits": self.logits_of(averaged, data).clone()}
 
     def penalty(self, how: str, over: str) -> Seen:
         self.loss = self.loss + script_model.penalty(how, over, self.engine.module)
@@ -241,6 +267,13 @@ class Zero(Side):
         if who in ("all", self.rank):
             parameter.grad = self._noise(f"{param} {self.place}", parameter, 3).to(self.dtype)
         return {}
+
+    def hook_grad(self, param: str) -> Seen:
+        parameter = self.model.get_parameter(param)
+        return {} if is_elsewhere(parameter) else self.scale_gradient(parameter)
+
+    def clip_grads(self) -> Seen:
+        return {"norm": torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.3)}
 
     def set_grad(self, param: str) -> Seen:
         parameter = self.model.get_parameter(param)

@@ -30,6 +30,8 @@ EXPERT_PARAMETERS = {
     },
 }
 
+WAYS = ("ulysses", "allgather", "alltoall", "both")  # to divide sequences
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -42,6 +44,9 @@ class Cell:
         split: Number of ranks that hold each layer together, and have the same batches (tensor parallelism).
         stages: Number of stages of a pipeline, each on other ranks.
         experts: Number of ranks that hold the experts of each layer together.
+        sequences: Number of ranks that divide each sequence.
+        way: How they do it: "ulysses", "allgather" and "alltoall" of context parallelism, or "both": pairs of ranks exchange heads, and
+            keys are gathered over pairs.
         mixture: Experts of each layer: "none", "listed" modules, or "stacked" in one tensor.
         accumulation: Micro-steps per optimizer step.
         clip: Largest norm of all gradients; 0 is off.
@@ -61,6 +66,8 @@ class Cell:
     split: int = 1
     stages: int = 1
     experts: int = 1
+    sequences: int = 1
+    way: str = "ulysses"
     mixture: str = "none"
     accumulation: int = 1
     clip: float = 0.0
@@ -76,11 +83,11 @@ class Cell:
     @property
     def batches(self) -> int:
         """Return the number of different batches of a micro-step."""
-        return self.ranks // self.split // self.stages
+        return self.ranks // self.split // self.stages // self.sequences
 
     def place(self, rank: int) -> int:
         """Return the position of ``rank`` among the ranks of its stage with different batches."""
-        return rank % (self.ranks // self.stages) // self.split
+        return rank % (self.ranks // self.stages) // self.split // self.sequences
 
 
 # Values of each field; the first is the simplest one.
@@ -156,6 +163,9 @@ KINDS: dict[str, Kind] = {
     "infer": Kind({"data": _DATA}, "abc"),
     "call_module": Kind({"data": _DATA}, "abc"),
     "forward_lost": Kind({"data": _DATA}, "a"),
+    "forward_more": Kind({"data": _DATA, "how": ("engine", "module")}, "b"),
+    "peek": Kind({"data": _DATA}, "abc"),
+    "mode": Kind({"to": ("eval", "train")}, "abc"),
     # Errors that the script catches.
     "fail_forward": Kind({"layer": LAYERS[:2], "who": ("all", 0), "data": (*range(10), *_DATA)}, "ac", ("numbers of micro-steps",)),
     "fail_backward": Kind({"layer": LAYERS[:2], "data": _DATA}, "a"),
@@ -180,10 +190,14 @@ KINDS: dict[str, Kind] = {
     "compute": Kind({**_ONE, "what": ("sum", "norm", "float", "clone", "compare", "cat")}, "abc", "named"),
     "penalty": Kind({"how": ("iterated", "attribute"), "over": ("all", *LAYERS)}, "b"),
     "read": Kind({**_ONE, "what": ("dtype", "shape", "repr", "grad", "requires_grad", "names", "attribute"), "who": ("all", 0)}, "abc"),
+    # Hooks, whose results do not depend on the ranks' shares.
+    "hook_layer": Kind({"layer": LAYERS}, "a"),
+    "hook_grad": Kind(_ONE, "a", "named"),
     # Gradients and the optimizer.
     "write_grad": Kind({**_ONE, "who": ("all", 0)}, "c", "named"),
     "set_grad": Kind(_ONE, "c", "any"),
     "get_grad": Kind(_ONE, "c"),
+    "clip_grads": Kind({}, "c"),
     "set_master": Kind(_ONE, "ac", "any"),
     "get_master": Kind(_ONE, "abc"),
     "set_moments": Kind(_ONE, "ac", "any"),
@@ -256,6 +270,8 @@ class Course:
         makes_sense = {
             "backward": self.held,
             "penalty": self.held,
+            "forward_more": self.held,
+            "clip_grads": self.waits and cell.accumulation == 1,
             "add_adapter": layer not in self.adapters,
             "remove_adapter": layer in self.adapters,
             "load": "save" in self.done and between,
@@ -269,6 +285,8 @@ class Course:
             "bad_save": between,
             "gather_write": cell.ranks > 1 or operation.get("modifier") != 1,
         }
+        if cell.sequences > 1 and name == "fail_forward" and operation.get("who") != "all":
+            return False  # the others wait for its part of the sequence
         parts = cell.split > 1 or cell.experts > 1
         if parts and not self._fits_parts(operation) or cell.stages > 1 and not self._fits_stages(operation):
             return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -85,13 +86,15 @@ class Layer(nn.Module):
         self.recompute = cell.recompute
         self.fails = ""
 
-    def forward(self, hidden: Tensor, pieces: int = 1) -> Tensor:
+    def forward(self, hidden: Tensor, pieces: int = 1, mask: Tensor | None = None) -> Tensor:
+        rest = () if mask is None else (mask,)
+        parts = list(zip(hidden.chunk(pieces), hidden.chunk(pieces), *(given.chunk(pieces) for given in rest), strict=True))
         if self.recompute == "none" or not torch.is_grad_enabled():
-            hidden = self._first(hidden, hidden) if pieces == 1 else torch.cat([self._first(part, part) for part in hidden.split(1)])
+            hidden = torch.cat([self._first(*part) for part in parts])
         elif self.recompute == "block":
-            hidden = checkpoint(self._first, hidden, hidden, use_reentrant=False)
+            hidden = checkpoint(self._first, hidden, hidden, *rest, use_reentrant=False)
         else:
-            hidden = torch.cat([checkpoint(self._first, part, part, use_reentrant=True) for part in hidden.chunk(pieces)])
+            hidden = torch.cat([checkpoint(self._first, *part, use_reentrant=True) for part in parts])
         fails, self.fails = self.fails, ""
         if fails == "forward":
             raise ScriptError("a forward that a script catches")
@@ -111,10 +114,12 @@ class Layer(nn.Module):
 class ScriptModel(nn.Module):
     """A model of embedding, two layers and head. It returns the loss if labels are given, else logits of every position."""
 
+    layer: type[Layer] = Layer
+
     def __init__(self, cell: Cell) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Layer(cell) for _ in range(2))
+        self.blocks = nn.ModuleList(self.layer(cell) for _ in range(2))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=not cell.tied)
         if cell.tied:
             self.head.weight = self.embed.weight
@@ -138,10 +143,15 @@ class ScriptModel(nn.Module):
 
     def generate(self, tokens: Tensor, length: int) -> tuple[Tensor, list[Tensor]]:
         """Return ``tokens`` continued greedily by ``length`` tokens, and the logits of each of them."""
+        return self.continued(tokens, length, self)
+
+    @staticmethod
+    def continued(tokens: Tensor, length: int, logits_of: Callable[[Tensor], Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Return the same with the logits of a model's own kind."""
         seen = []
         with torch.no_grad():
             for _ in range(length):
-                seen.append(self(tokens)[:, -1])
+                seen.append(logits_of(tokens)[:, -1])
                 tokens = torch.cat([tokens, seen[-1].argmax(-1, keepdim=True)], 1)
         return tokens, seen
 
@@ -155,62 +165,8 @@ class ScriptModel(nn.Module):
         return ((hidden * self.table - self.running) / self.squares.sqrt()).to(hidden.dtype)
 
 
-class Side:
-    """Base class of both sides of a comparison, with the operations that are the same on both.
-
-    Args:
-        cell: Settings under which the script runs.
-        rank: The rank whose values are shown.
-    """
-
-    def __init__(self, cell: Cell, rank: int) -> None:
-        self.cell, self.rank = cell, rank
-        self.place = cell.place(rank)
-        self.dtype = DTYPES[cell.dtype]
-        self.model = build(cell)
-        self.shadow: dict[str, Tensor] = {}  # averages of parameters by name
-
-    def freeze(self, layer: str) -> Seen:
-        self.model.get_submodule(layer).requires_grad_(False)
-        return {}
-
-    def unfreeze(self, layer: str) -> Seen:
-        self.model.get_submodule(layer).requires_grad_(True)
-        return {}
-
-    def compute(self, param: str, what: str) -> Seen:
-        return {what: compute(what, self.model.get_parameter(param))}
-
-    def average_of(self, named: dict[str, nn.Parameter]) -> Seen:
-        """Add complete parameters to their averages, and show these."""
-        for name, parameter in named.items():
-            value = parameter.detach().float()
-            self.shadow[name] = torch.lerp(self.shadow[name], value, 0.5) if name in self.shadow else value.clone()
-        return {f"average of {name}": value.clone() for name, value in self.shadow.items()}
-
-    def take_average(self, named: dict[str, nn.Parameter]) -> Seen:
-        """Write averages to the complete parameters that have one."""
-        with torch.no_grad():
-            for name, parameter in named.items():
-                if name in self.shadow:
-                    parameter.data.copy_(self.shadow[name])
-        return {}
-
-
 def _raise(_grad: Tensor) -> None:
     raise ScriptError("a backward that a script catches")
-
-
-def build(cell: Cell) -> ScriptModel:
-    """Return the model of a cell, the same on every rank and both sides, in fp32."""
-    torch.manual_seed(1)
-    model = ScriptModel(cell)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(noise(name, parameter.shape, 0) + (1.0 if name.endswith("gain") else 0.0))
-    if cell.frozen != "none":
-        model.get_submodule(cell.frozen).requires_grad_(False)
-    return model
 
 
 def add_adapter(model: nn.Module, layer: str, dtype: torch.dtype, trains: bool) -> list[nn.Parameter]:

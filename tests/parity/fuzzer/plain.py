@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from tests.parity.fuzzer import model as script_model
 from tests.parity.fuzzer.grammar import Cell
-from tests.parity.fuzzer.model import ScriptError, Seen, Side, batch, noise
+from tests.parity.fuzzer.model import ScriptError, Seen, noise
+from tests.parity.fuzzer.side import Side
 
 SETTINGS: dict[str, Any] = {"lr": 0.02, "betas": (0.9, 0.99), "eps": 1e-3, "weight_decay": 0.5}
 
@@ -79,7 +80,7 @@ class Plain(Side):
 
     def forward(self, data: int) -> Seen:
         failed, self.failed_alone = self.failed_alone, None
-        self.losses = [self.model(*batch(data, rank)) for rank in self._each_rank()]
+        self.losses = [self.loss_of(self.model, data, rank) for rank in self._each_rank()]
         if failed not in (None, data):
             raise MustRefuse(f"rank 0 has lost batch {failed}")
         return {"loss": self.losses[self.place].detach().clone()}
@@ -155,27 +156,39 @@ class Plain(Side):
 
     def evaluate(self, data: int) -> Seen:
         with torch.no_grad():
-            return {"logits": self._own(data, self.model.eval())}
+            return {"logits": self._evaluated(data)}
 
     def infer(self, data: int) -> Seen:
         with torch.inference_mode():
-            return {"logits": self._own(data, self.model.eval()).clone()}
+            return {"logits": self._evaluated(data).clone()}
 
     call_module = evaluate
 
     def forward_lost(self, data: int) -> Seen:
-        return {"loss": [self.model(*batch(data, rank)) for rank in self._each_rank()][self.place].detach()}
+        return {"loss": [self.loss_of(self.model, data, rank) for rank in self._each_rank()][self.place].detach()}
+
+    def forward_more(self, data: int, how: str) -> Seen:
+        self.losses = [self.losses[rank] + self.loss_of(self.model, data, rank) for rank in self._each_rank()]
+        return {"loss": self.losses[self.place].detach().clone()}
+
+    def peek(self, data: int) -> Seen:
+        with torch.no_grad():
+            return self.forward_lost(data)
+
+    def mode(self, to: str) -> Seen:
+        self.model.train(to == "train")
+        return {}
 
     def generate(self, data: int, lengths: str) -> Seen:
         self.model.eval()
         self._enter(self.place)
-        tokens, logits = self.model.generate(batch(data, self.place)[0], length_of(lengths, self.place))
+        tokens, logits = self.model.generate(self.prompt(data), length_of(lengths, self.place))
         self.model.train()
         return {"tokens": tokens, **{f"logits {place}": value for place, value in enumerate(logits)}}
 
-    def _own(self, data: int, model: Any) -> Tensor:
+    def _evaluated(self, data: int) -> Tensor:
         self._enter(self.place)
-        logits: Tensor = model(batch(data, self.place)[0])
+        logits = self.logits_of(self.model.eval(), data)
         self.model.train()
         return logits
 
@@ -187,7 +200,7 @@ class Plain(Side):
             if who in ("all", rank):
                 self.model.get_submodule(layer).fails = "forward"
                 try:
-                    self.model(*batch(data, rank))
+                    self.loss_of(self.model, data, rank)
                 except ScriptError:
                     continue
         return {}
@@ -195,7 +208,7 @@ class Plain(Side):
     def fail_backward(self, layer: str, data: int) -> Seen:
         for rank in self._each_rank():
             self.model.get_submodule(layer).fails = "backward"
-            loss = self.model(*batch(data, rank))
+            loss = self.loss_of(self.model, data, rank)
             try:
                 loss.backward()
             except ScriptError:
@@ -316,8 +329,8 @@ class Plain(Side):
 
     def swa(self, data: int) -> Seen:
         self._enter(self.place)
-        averaged = averaged_twice(self.model)
-        return {"logits": self._own(data, averaged.eval())}
+        with torch.no_grad():
+            return {"logits": self.logits_of(averaged_twice(self.model).eval(), data)}
 
     def read(self, param: str, what: str, who: Any) -> Seen:
         return {}
@@ -330,6 +343,16 @@ class Plain(Side):
         parts = [noise(f"{param} {rank}", self.model.get_parameter(param).shape, 3).to(self.dtype) for rank in range(self.cell.batches)]
         self.sums[self._canonical(param)] = torch.stack([part.float() for part in parts]).sum(0)
         return {}
+
+    def hook_grad(self, param: str) -> Seen:
+        return self.scale_gradient(self.model.get_parameter(param))
+
+    def clip_grads(self) -> Seen:
+        sums = {name: self.sums[name] for name, _ in self.model.named_parameters() if name in self.sums}
+        norm = torch.stack([value.double().norm() / self.cell.batches for value in sums.values()]).norm()
+        factor = (0.3 / (norm + 1e-6)).clamp(max=1.0).float()
+        self.sums.update({name: value * factor for name, value in sums.items()})
+        return {"norm": norm.float()}
 
     def set_grad(self, param: str) -> Seen:
         self.sums[self._canonical(param)] = noise(param, self.model.get_parameter(param).shape, 4) * self.cell.batches

@@ -5,7 +5,8 @@
 - ``known`` runs the scripts of ``script_known.KNOWN_OPEN`` where they fail: an entry all of whose scripts are good can be deleted.
 - ``table`` runs every operation with every argument in every place, and prints a line for each with its verdicts.
 - ``explore --count 300 --seed 1`` draws scripts, nothing left out, and prints what fails, made small (``--split 2``: over split layers,
-  ``--stages 2``: over a pipeline, ``--experts 2``: over ranks that divide experts).
+  ``--stages 2``: over a pipeline, ``--experts 2``: over ranks that divide experts, ``--sequences 2``: over ranks that divide sequences, in
+  all ways in turn or in one ``--way``).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tests.parity.fuzzer.grammar import (
     EXPERT_PARAMETERS,
     KINDS,
     NEEDS,
+    WAYS,
     Cell,
     Operation,
     Script,
@@ -68,6 +70,15 @@ def among_experts(script: Script, experts: int, mixture: str) -> Script:
         for one in script.operations
     ]
     script = Script(cell, tuple(renamed))
+    return script._replace(operations=tuple(keep_valid(script)))
+
+
+def over_sequences(script: Script, size: int, way: str) -> Script:
+    """Return the script over as many groups of ranks as it has ranks, one if they are large, each of which divides its sequences; in fp32
+    and without buffers, because sums over parts are rounded otherwise, and each rank has the statistics of its own part.
+    """
+    cell = replace(script.cell, ranks=max(size, min(script.cell.ranks * size, 4)), sequences=size, way=way, dtype="fp32", buffers=0)
+    script = script._replace(cell=cell)
     return script._replace(operations=tuple(keep_valid(script)))
 
 
@@ -209,6 +220,9 @@ def _explore(arguments: argparse.Namespace) -> None:
         drawn = [split_over(script, arguments.split, arguments.stages) for script in drawn]
     if arguments.experts > 1:
         drawn = [among_experts(script, arguments.experts, arguments.mixture) for script in drawn]
+    if arguments.sequences > 1:
+        ways = [arguments.way] if arguments.way else list(WAYS[:3] if arguments.sequences < 4 else WAYS[1:])
+        drawn = [over_sequences(script, arguments.sequences, ways[place % len(ways)]) for place, script in enumerate(drawn)]
     if arguments.skip_known:
         from tests.parity.fuzzer.known import without_known
 
@@ -240,6 +254,8 @@ def main() -> None:
     explore.add_argument("--stages", type=int, default=1, help="stages of a pipeline")
     explore.add_argument("--experts", type=int, default=1, help="ranks that hold the experts of each layer together")
     explore.add_argument("--mixture", default="listed", choices=list(EXPERT_PARAMETERS), help="kind of the experts")
+    explore.add_argument("--sequences", type=int, default=1, help="ranks that divide each sequence")
+    explore.add_argument("--way", default="", choices=WAYS, help="how they do it; each in turn by default")
     explore.add_argument("--skip-known", action="store_true", help="leave out what KNOWN_OPEN has")
     explore.add_argument("--as-drawn", action="store_true", help="failures are not made small")
     explore.set_defaults(call=_explore)
