@@ -93,6 +93,8 @@ def make_plugin(method: Callable[..., None], plugin: Any, *args: Any, **kwargs: 
             method(plugin, *args, **kwargs)
     finally:
         delattr(plugin, _IN_CODE)
+    if plugin.gradient_clipping == 0 and CLIPPING not in plugin.deepspeed_config:
+        put(plugin.deepspeed_config, CLIPPING, 0.0)  # accelerate leaves a 0 out, and the key's default is 1
     if absent and plugin.get_value(ACCUMULATION) == "auto":
         put(plugin.deepspeed_config, ACCUMULATION, 1)
         setattr(plugin, _ABSENT, True)

@@ -38,6 +38,16 @@ def test_is_the_stock_plugin_to_accelerate() -> None:
     assert copy.deepcopy(plugin).deepspeed_config == plugin.deepspeed_config
 
 
+@pytest.mark.parametrize("launched", [False, True])
+def test_a_clipping_of_0_in_the_stock_plugin_turns_clipping_off(launched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate import DeepSpeedPlugin
+
+    if launched:
+        monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", "0.0")
+    plugin = DeepSpeedPlugin(zero_stage=2, gradient_clipping=None if launched else 0)
+    assert plugin.deepspeed_config["gradient_clipping"] == 0.0, "a missing key clips at 1.0"
+
+
 def test_typed_arguments_become_the_json() -> None:
     plugin = ZeroPlugin(
         stage=3,
