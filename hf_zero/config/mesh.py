@@ -246,7 +246,7 @@ def least(claims: Iterable[Claim]) -> Mesh:
     """Return the mesh with the least number of ranks that fits every claim.
 
     Raises:
-        ConfigError: As ``solve``, for the ranks that share their samples and one sample each.
+        ConfigError: No number of ranks fits; the message is that of ``solve`` for a data-parallel size of 1.
         UnsupportedError: As ``solve``.
     """
     said = tuple(claims)

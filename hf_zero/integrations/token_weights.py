@@ -29,8 +29,8 @@ _IGNORED = -100
 
 
 def count_labels(method: Callable[..., Any], trainer: Any, batches: list[Any], device: torch.device) -> Any:
-    """Replace ``Trainer._get_num_items_in_batch``: count each label once, and note the share of each micro-step's labels under sequence
-    parallelism; collective there.
+    """Replace ``Trainer._get_num_items_in_batch``: count each label once. In training over slices also note the share that each micro-step
+    has of the labels; collective there.
 
     Raises:
         UnsupportedError: The Trainer has a loss of its own, which transformers does not call under sequence parallelism.
@@ -41,7 +41,7 @@ def count_labels(method: Callable[..., Any], trainer: Any, batches: list[Any], d
         sharing = math.prod(getattr(trainer, name)() for name in _SHARING if name in names)
         # Ranks that compute parts of a loss add them up; others compute the whole one.
         found = found * (sharing // parts_here() if batches and cuts_batches(trainer, batches[0]) else sharing)
-    if not _on_slices(trainer):
+    if not _on_slices(trainer) or not torch.is_grad_enabled():  # evaluation is over whole sequences
         return found
     _require_own_loss(trainer)
     shares: deque[torch.Tensor] = deque()

@@ -305,7 +305,7 @@ class ObjectPath:
 
         data = tried(self, ask)
         if len(data) > limit_bytes:
-            raise ValueError(f"it has more than {limit_bytes:,} bytes, which are allowed")
+            raise ValueError(f"it is larger than {limit_bytes:,} bytes, the most that is read")
         return data
 
     def get_range(self, start: int, stop: int) -> bytes:
