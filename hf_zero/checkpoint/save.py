@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from importlib import metadata
@@ -19,6 +18,7 @@ import torch
 from hf_zero.checkpoint.commit import agreement, folders, node_local, staging
 from hf_zero.checkpoint.commit.background import Background, Task, Written
 from hf_zero.checkpoint.commit.file_exchange import beside, send_files, to_next_node
+from hf_zero.checkpoint.commit.store_saves import StoreSave
 from hf_zero.checkpoint.commit.targets import Target, target_of
 from hf_zero.checkpoint.contents import contents_of
 from hf_zero.checkpoint.files.rows import Entry, whole
@@ -106,7 +106,7 @@ def save_checkpoint(state: TrainingState, request: SaveRequest, background: Back
                 agreement.on_first(net, what, save.begin)
             if background is not None:
                 agreement.quickly(net, what, lambda: save.copy(background))
-                background.start(Task(what, save.target, write=save.write_files, commit=save.commit), told)
+                background.start(Task(what, save.target, write=partial(save.write_beside, told), commit=save.commit), told)
                 return place_of(request.save_dir) / request.tag
             written = agreement.on_all(net, what, save.write_files)
             agreement.on_first(net, what, lambda: save.commit(told, written))
@@ -258,6 +258,8 @@ class _Save:
         self._state: TrainingState | None = state
         self._client_state: Any = None
         self._direct: dict[str, FileRecord] = {}
+        self._asks_later = False
+        self._rank = state.everyone.rank
 
     def prepare(self, request: SaveRequest) -> dict[str, Any]:
         """Refuse values that cannot be saved, encode values, and plan the files; write nothing. Return the data that other ranks must
@@ -285,12 +287,11 @@ class _Save:
         state, self._state = self._state, None
         if state is None:
             raise CheckpointError("a save is prepared once")
-        rank = state.everyone.rank
         self.request = request
-        tensors = self._values.client.tensors if differs or rank == 0 else {}
-        self.files = {**self._contents.files, values_file(rank): [whole(name, tensor) for name, tensor in tensors.items()]}
+        tensors = self._values.client.tensors if differs or self._rank == 0 else {}
+        self.files = {**self._contents.files, values_file(self._rank): [whole(name, tensor) for name, tensor in tensors.items()]}
         self._client_state = self._values.client_state if differs else None
-        self.head = _head(state, request, self._values) if rank == 0 else None
+        self.head = _head(state, request, self._values) if self._rank == 0 else None
         del self._contents, self._values  # they hold the arrays
 
     @cached_property
@@ -309,16 +310,21 @@ class _Save:
         note("checkpoint_begun", self.request.tag)
 
     def copy(self, background: Background) -> None:
-        """Copy the values; values that do not fit into the copy are written to disk before this returns. Rank 0 prepares the target
-        meanwhile, because a store takes its time to answer.
+        """Copy the values; values that do not fit into the copy are written to disk before this returns. Rank 0 makes the folder before,
+        unless that is done; a store is asked by ``write_beside``, because it takes its time to answer.
         """
-        with ThreadPoolExecutor(1, thread_name_prefix="hf_zero begin") as beside:
-            begins = self.head is not None and not background.limited and not self.request.node_local
-            begun = beside.submit(self.begin) if begins else None
-            direct, self.files = background.copy(self.files)
-            if begun is not None:
-                begun.result()
+        self._asks_later = isinstance(self.target, StoreSave) and not background.limited
+        if self.head is not None and not (background.limited or self._asks_later or self.request.node_local):
+            self.begin()
+        direct, self.files = background.copy(self.files)
         self._direct = self._write(direct)
+
+    def write_beside(self, told: list[dict[str, Any]]) -> Written:
+        """Write this rank's files while training goes on; ``told`` has the processes of all ranks."""
+        if self._asks_later and isinstance(self.target, StoreSave):
+            self.target.begin_on(self._rank, [one["process"] for one in told])
+            note("checkpoint_begun", self.request.tag)
+        return self.write_files()
 
     def write_files(self) -> Written:
         """Write this rank's files and force them to the disk."""

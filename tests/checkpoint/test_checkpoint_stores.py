@@ -204,20 +204,24 @@ def test_what_killed_saves_left_is_found_by_their_records(tmp_path: Path, caplog
 
     names = [shard_file(kind, 0, 1) for kind in (MASTER, average_kind("ema"), average_tensors_kind("ema"))]
 
-    def leave(number: str, tag: str, writer: dict[str, Any]) -> None:
+    def leave(number: str, tag: str, writer: dict[str, Any], *ranks: str) -> None:
         (tmp_path / tag / number).mkdir(parents=True)
         for name in (*names, "notes.txt"):
             (tmp_path / tag / number / name).write_bytes(b"x")
         (tmp_path / ".saves").mkdir(exist_ok=True)
-        (tmp_path / ".saves" / f"{number}.json").write_text(json.dumps({**writer, "tag": tag, "replaces": None}))
+        for rank in ranks or ("",):
+            (tmp_path / ".saves" / f"{number}{rank}.json").write_text(json.dumps({**writer, "tag": tag, "replaces": None}))
 
     leave("00000001", "t", dead)
+    leave("00000004", "t", dead, "-1", "-12")  # killed before rank 0 left its record
+    leave("00000005", "t", dead, "", "-1")
     leave("00000002", "u", elsewhere)
     leave("00000003", "u", parent)
     (tmp_path / ".saves" / "0000000g.json").write_text("{}")
     StoreSave(place, "t", "00000009").begin()
     assert objects(tmp_path) == [
-        *(".saves/00000002.json", ".saves/00000003.json", ".saves/00000009.json", ".saves/0000000g.json", "t/00000001/notes.txt"),
+        *(".saves/00000002.json", ".saves/00000003.json", ".saves/00000009.json", ".saves/0000000g.json"),
+        *(f"t/{number}/notes.txt" for number in ("00000001", "00000004", "00000005")),
         *(f"u/{number}/{name}" for number in ("00000002", "00000003") for name in sorted((*names, "notes.txt"))),
     ]
     with pytest.raises(CheckpointError, match="is still running and is saving checkpoint 'u'"):

@@ -2,8 +2,9 @@
 
 [Note: a save into a store] Objects of a save lie in ``<tag>/<number>`` ([Note: a sub-folder for each save]), so no save overwrites what
 another one wrote. Rank 0 leaves a record, ``.saves/<number>.json``, before the first part is sent, and removes it when the checkpoint
-is complete and the one that it replaces is gone. The next save looks at the records alone: those of dead processes, and of unknown ones
-after a day, name everything that has to be deleted. The marker ``<tag>/complete`` is written only if it is as it was when the save began:
+is complete and the one that it replaces is gone. In the background no rank waits for another one: each of the others leaves a record of
+its own, ``.saves/<number>-<rank>.json``, before its first part. The next save looks at the records alone: those of dead processes, and of
+unknown ones after a day, name everything that has to be deleted. The marker ``<tag>/complete`` is written only if it is as it was when the save began:
 there is none, or the same one. The store itself compares where it can (``If-None-Match``, ``If-Match``). So of two saves of one tag the
 first to finish is complete, and the other one fails.
 """
@@ -31,6 +32,7 @@ from hf_zero.system.text_file import SMALL_BYTES
 _RECORDS = ".saves"
 _SILENT_SECONDS = 86400.0
 _NUMBER = re.compile(r"[0-9a-f]{8}")
+_RECORD = re.compile(rf"({_NUMBER.pattern})(-\d+)?\.json")
 _FLAT = "."  # in a record: the save replaces a checkpoint whose files lie in the folder of the tag
 _open: set[str] = set()  # numbers of saves of this process that are under way
 
@@ -56,6 +58,7 @@ class StoreSave:
         self.number = number
         self.folder = save_dir / tag / number
         self._record = save_dir / _RECORDS / f"{number}.json"
+        self._of_others: list[str] = []  # names of the records of other ranks
         self._replaces: str | None = None
         self._former = b""  # content of the marker that it replaces
 
@@ -69,10 +72,30 @@ class StoreSave:
             OSError: The store refuses.
         """
         check_tag(self.tag)
-        self._replaces, _ = _at_once(self._present, self._clear)
-        record = {**Process.own().as_json(), "tag": self.tag, "replaces": self._replaces}
-        self._record.put(json.dumps(record).encode())
         _open.add(self.number)
+        self._replaces, _ = _at_once(self._present, self._clear)
+        self._put_record(self._record, Process.own())
+
+    def begin_on(self, rank: int, writers: list[Process]) -> None:
+        """Do the work of ``begin`` on every rank, before the rank sends its first part, without waiting for other ranks.
+
+        Args:
+            rank: This rank.
+            writers: Process of each rank. A save is that of rank 0's process.
+
+        Raises:
+            CheckpointError: As ``begin``, on rank 0.
+            OSError: The store refuses.
+        """
+        names = [f"{self.number}-{other}.json" for other in range(1, len(writers))]
+        if rank == 0:
+            self._of_others = names
+            self.begin()
+        else:
+            self._put_record(self.save_dir / _RECORDS / names[rank - 1], writers[0])
+
+    def _put_record(self, path: ObjectPath, writer: Process) -> None:
+        path.put(json.dumps({**writer.as_json(), "tag": self.tag, "replaces": self._replaces}).encode())
 
     def _present(self) -> str | None:
         """Return the number of the complete checkpoint of this tag, ``_FLAT`` where it has none, None where there is no checkpoint."""
@@ -91,19 +114,29 @@ class StoreSave:
 
     def _clear(self) -> None:
         """Delete the remains of killed saves from the store."""
-        records = self.save_dir / _RECORDS
-        for name in records.listed():
-            number, record = name.removesuffix(".json"), _read_record(records / name)
-            if record is None or not _NUMBER.fullmatch(number) or number == self.number:
-                continue
-            writer = Process.of_json(record)
-            alive = writer.is_alive() if writer is not None else None
-            own = writer == Process.own()
-            if alive is False or (own and number not in _open) or (alive is None and _is_silent(records / name)):
-                _finish(self.save_dir, record, number)
-                (records / name).remove()
-            elif record["tag"] == self.tag and writer is not None and not own:
-                self._refuse_second(writer, alive)
+        folder = self.save_dir / _RECORDS
+        names: dict[str, list[str]] = {}  # of records, by number; rank 0's, the shortest name, comes first
+        for name in sorted(folder.listed(), key=len):
+            found = _RECORD.fullmatch(name)
+            if found and found[1] != self.number:
+                names.setdefault(found[1], []).append(name)
+        for number, records in names.items():
+            self._clear_one(number, folder, records)
+
+    def _clear_one(self, number: str, folder: ObjectPath, records: list[str]) -> None:
+        """Delete the remains of the save ``number`` if it was killed, and last its ``records`` in ``folder``."""
+        path = folder / records[0]
+        record = _read_record(path)
+        if record is None:
+            return
+        writer = Process.of_json(record)
+        alive = writer.is_alive() if writer is not None else None
+        own = writer == Process.own()
+        if alive is False or (own and number not in _open) or (alive is None and _is_silent(path)):
+            _finish(self.save_dir, record, number)
+            folder.remove(reversed(records))
+        elif record["tag"] == self.tag and writer is not None and not own:
+            self._refuse_second(writer, alive)
 
     def _refuse_second(self, writer: Process, alive: bool | None) -> None:
         """Refuse a second save of a tag while another process is known to write it."""
@@ -155,7 +188,7 @@ class StoreSave:
         else:
             _write_script(self.save_dir)
         _delete_files(self.save_dir / self.tag, self._replaces)
-        self._record.remove()
+        (self.save_dir / _RECORDS).remove([*self._of_others, self._record.name])
         _open.discard(self.number)
         note("checkpoint_done", self.tag)
         return self.folder
