@@ -33,14 +33,13 @@ COLUMNS = (
     "load s",
     "stall s",
     "stall to disk s",
-    "stall / disk",
+    "stall / disk (<= 1)",
 )
 TEXT = """Seconds of the slowest of {world} gloo ranks, medians of {rounds} rounds; GPT-2 with {layers} layers of width {width} and
 vocabulary {vocab}, bf16 with fp32 masters and both moments of Adam, stage 3, to rclone's S3 server on the same machine behind a proxy that
 serves each connection at the given rate, without checksums as entity tags, for which rclone would read each object again whenever
 it is listed. **plain upload**: the files of a checkpoint with boto3's `upload_file`. **stall**: of a background
-save, time that stops training, to the store and to the disk; rank 0 waits for answers of the store. Targets in
-parentheses."""
+save, time that stops training, to the store and to the disk: the copy of the shards. Targets in parentheses."""
 
 
 def one_rate(megabytes: float, size: dict[str, int], rounds: int, console: Console) -> list[str]:
@@ -81,11 +80,11 @@ def one_rate(megabytes: float, size: dict[str, int], rounds: int, console: Conso
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--vocab", type=int, default=8192)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rates", type=float, nargs="+", default=[4, 0], help="MB/s that the store serves a connection at; 0: unlimited")
     parser.add_argument("--json", type=Path, help="write rows, settings and machine to this file")
     return parser.parse_args()
