@@ -31,6 +31,7 @@ from hf_zero.deepspeed.engine import Engine
 from hf_zero.deepspeed.requests import set_train_batch_size
 from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.integrations import script_values
+from hf_zero.observe import warn_once
 
 _SAID = "_hf_zero_said"  # attribute of accelerate's GradientState: whether a caller has announced a boundary since the last step
 _MOST = 4  # backwards per micro-step of an optimizer step; after more without optimizer.step() an error is raised
@@ -215,7 +216,9 @@ def _follow_accumulation(engine: Engine, steps: int) -> None:
 
 
 def prepare(method: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace ``Accelerator._prepare_deepspeed``, which keeps the last of several optimizers and returns it in the place of all.
+    """Replace ``Accelerator._prepare_deepspeed``, which keeps the last of several optimizers and returns it in the place of all, and
+    returns a scheduler that is given without a model as it is: ``save_state`` would leave it out, and it would not step as many times as a
+    prepared one.
 
     Raises:
         UnsupportedError: Several optimizers were given.
@@ -229,7 +232,19 @@ def prepare(method: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: 
             "optimizer: the others would train nothing. Use one optimizer with a param group for each part of the model, or prepare each "
             "model with its own optimizer in a call of its own"
         )
-    return method(accelerator, *args, **kwargs)
+    found = method(accelerator, *args, **kwargs)
+    return tuple(_prepared_alone(accelerator, one) if isinstance(one, torch.optim.lr_scheduler.LRScheduler) else one for one in found)
+
+
+def _prepared_alone(accelerator: Any, scheduler: Any) -> Any:
+    """Return the prepared ``scheduler`` of a call without a model."""
+    if accelerator.step_scheduler_with_optimizer and not accelerator.split_batches and accelerator.num_processes > 1:
+        warn_once(
+            f"accelerator.prepare(scheduler) in a call of its own: each step() of it counts as {accelerator.num_processes}, one per "
+            "process, as for every prepared scheduler. With DeepSpeed it counted as one, and save_state() left it out. For one step per "
+            "update write Accelerator(step_scheduler_with_optimizer=False) and step it once per update, or do not prepare it"
+        )
+    return accelerator.prepare_scheduler(scheduler)
 
 
 def _trained_by(accelerator: Any) -> list[Engine]:

@@ -135,7 +135,8 @@ def test_no_secret_in_a_command_line(two: Machines, tmp_path: Path) -> None:
     assert started.end() == 128 + signal.SIGINT, started.text
     text = started.text
     assert "[hf_zero] ended by SIGINT; no process is left on any of 2 hosts" in text
-    assert text.count(": interrupted in ") == 2, "one line per host"
+    # One line per host; ranks that lose their connection to the other host before the signal is there say so.
+    assert 1 <= text.count(": interrupted in ") <= 2 and text.count(": interrupted in ") + text.count("for the first error") == 2, text
     started.assert_nothing_is_left()
 
 

@@ -4,9 +4,9 @@
 another one wrote. Rank 0 leaves a record, ``.saves/<number>.json``, before the first part is sent, and removes it when the checkpoint
 is complete and the one that it replaces is gone. In the background no rank waits for another one: each of the others leaves a record of
 its own, ``.saves/<number>-<rank>.json``, before its first part. The next save looks at the records alone: those of dead processes, and of
-unknown ones after a day, name everything that has to be deleted. The marker ``<tag>/complete`` is written only if it is as it was when the save began:
-there is none, or the same one. The store itself compares where it can (``If-None-Match``, ``If-Match``). So of two saves of one tag the
-first to finish is complete, and the other one fails.
+unknown ones after a day, name everything that has to be deleted. The marker ``<tag>/complete`` is written only if it is as it was when the
+save began: there is none, or the same one. The store itself compares where it can (``If-None-Match``, ``If-Match``). So of two saves of one
+tag the first to finish is complete, and the other one fails.
 """
 
 from __future__ import annotations

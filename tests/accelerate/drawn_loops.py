@@ -1,0 +1,610 @@
+"""Training loops with Accelerate, drawn at random, under DDP and under ZeRO, which must see and save the same values.
+
+By hand: ``python -m tests.accelerate.drawn_loops --count 30 --seed 1``, ``python -m tests.accelerate.drawn_loops --run "{...}"`` for one
+that was printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from tests.support import ranks, trainers
+from tests.trainer.drawn_runs import differences, saved
+
+Drawn = dict[str, Any]
+# Values of each option; the first is the default.
+OPTIONS: dict[str, list[Any]] = {
+    "model": ["gpt2", "llama", "mlp"],
+    "stage": [3, 2, 1, 0],
+    "precision": ["no", "bf16"],
+    "accumulation": [1, 2, 3],
+    "pattern": ["accumulate", "modulo", "no_sync"],
+    "clip": [None, "in sync", "always"],
+    "optimizer": ["adamw", "sgd", "groups", "fused", "adagrad"],
+    "scheduler": [None, "prepared", "by hand", "not with the optimizer"],
+    "zero": ["after", "before", "both", "kept", "module"],
+    "loss": ["model", "own", "tokens", "weighted", "two forwards", "skips", "penalty", "scaled"],
+    "loader": [None, "split", "dispatch", "uneven", "drop_last", "iterable", "seedless"],
+    "rows": [24, 21, 10],
+    "batch": [2, 1, 3],
+    "epochs": [1, 2],
+    "eval": [None, "metrics", "gather", "reduce", "pad", "objects"],
+    "resume": [None, "continues", "starts again"],
+    "save": [None, "save_model", "state_dict", "unwrapped"],
+    "change": [None, "freezes", "lr", "group lr", "stops", "weights"],
+    "checkpointing": [False, "reentrant", "without"],
+    "prepare": ["together", "apart", "optimizer first", "no loader"],
+    "offload": [None, "optimizer", "both"],
+    "dropout": [False, True],
+    "reads": [None, "norms", "state"],
+    "unwraps": [False, True],
+    "plugin": [None, "not with the loader", "not adjusted", "each batch"],
+    "guard": [None, "no step", "drops"],
+    "registered": [False, True],
+    "autocast": [False, True],
+    "second": [None, "teacher", "prepared teacher", "trained", "trained in turn"],
+    "torch clip": [False, True],
+    "twice": [False, True],
+}
+
+
+def draw(random_: random.Random) -> Drawn:
+    """Draw one loop: up to nine options differ from their defaults, beside stage and model."""
+    run: Drawn = {name: values[0] for name, values in OPTIONS.items()}
+    run["stage"], run["model"] = random_.choice([3, 3, 2, 1, 0]), random_.choice(OPTIONS["model"])
+    for name in random_.sample(sorted(set(run) - {"stage", "model"}), random_.randint(4, 9)):
+        if name != "pattern" or random_.random() < 0.2:  # an error under DeepSpeed, and here
+            run[name] = random_.choice(OPTIONS[name][1:])
+    return made_valid(run)
+
+
+def made_valid(run: Drawn) -> Drawn:
+    """Change options that cannot go together, or mean nothing."""
+    run = dict(run)
+    if run["model"] == "mlp":
+        run["checkpointing"], run["dropout"] = False, False
+        run["loss"] = {"model": "own", "tokens": "own"}.get(run["loss"], run["loss"])
+        run["save"] = "save_model" if run["save"] == "unwrapped" else run["save"]
+    if run["clip"] == "always" and run["accumulation"] > 1:
+        run["clip"] = "in sync"  # else plain PyTorch clips what it has so far
+    if run["change"] == "freezes":
+        run["checkpointing"] = False  # DDP refuses it
+        run["zero"] = "after" if run["zero"] == "kept" else run["zero"]  # a gradient of zeros decays a weight in plain PyTorch
+    if run["resume"]:
+        run["loader"] = None if run["loader"] in ("dispatch", "iterable") else run["loader"]
+        run["change"] = None
+        run["epochs"] = 2
+    if run["pattern"] != "accumulate" and run["accumulation"] == 1:
+        run["accumulation"] = 2
+    if run["offload"] == "both":
+        run["stage"] = 3
+    if run["offload"] and run["stage"] == 0:
+        run["stage"] = 2
+    if run["offload"] and run["optimizer"] == "adagrad":
+        run["optimizer"] = "adamw"
+    if run["change"] == "weights" and run["precision"] == "bf16":
+        run["change"] = None
+    if (run["loss"] == "two forwards" or run["second"]) and run["checkpointing"] == "reentrant":
+        run["checkpointing"] = "without"  # DDP refuses it
+    if run["loader"] == "uneven":
+        run["rows"], run["eval"] = 24, None  # ranks with other numbers of batches need join_uneven_inputs
+    if run["pattern"] != "accumulate":
+        run["plugin"] = None
+    if run["torch clip"]:
+        run["clip"] = None
+    if run["second"] == "prepared teacher":
+        run["stage"] = 3  # below, accelerate's script has to say so
+    if run["second"] == "teacher" and run["stage"] == 3:
+        run["stage"] = 2  # a model that from_pretrained divides is only called when it is prepared; an error says so
+    if run["second"] in ("trained", "trained in turn"):
+        run["clip"] = None  # "auto" in the JSON is 1.0 for the model that the script does not clip
+    if run["second"] and run["model"] == "mlp":
+        run["model"] = "gpt2"
+    if run["guard"] and run["accumulation"] > 1 or run["resume"]:
+        run["guard"] = None
+    if run["resume"]:
+        run["twice"] = False
+        run["second"] = None if run["second"] == "trained in turn" else run["second"]
+    return run
+
+
+def changed(run: Drawn) -> Drawn:
+    """Return the options that differ from their defaults."""
+    return {name: value for name, value in run.items() if value != OPTIONS[name][0] or name in ("stage", "model")}
+
+
+def full(options: Drawn) -> Drawn:
+    """Return a loop with ``options``, and defaults for the others."""
+    return made_valid({**{name: values[0] for name, values in OPTIONS.items()}, **options})
+
+
+# -- what a script has -------------------------------------------------------------------------------------------------
+
+
+class Rows(IterableDataset):  # type: ignore[type-arg]
+    """Rows one after the other, without a length."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.rows)
+
+
+class Mlp(nn.Module):
+    """A small network, one of whose parameters belongs to no layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(trainers.VOCAB, 16)
+        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)])
+        self.scale = nn.Parameter(torch.ones(16))
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, trainers.VOCAB, bias=False)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        hidden = self.embed(input_ids)
+        for layer in self.layers:
+            hidden = hidden + torch.tanh(layer(hidden)) * self.scale
+        return {"logits": self.head(self.norm(hidden))}
+
+
+def model_of(run: Drawn, models: Path) -> nn.Module:
+    torch.manual_seed(11)
+    if run["model"] == "mlp":
+        return Mlp()
+    options: dict[str, Any] = {}
+    if run["dropout"]:
+        names = {"gpt2": ("resid_pdrop", "attn_pdrop", "embd_pdrop"), "llama": ("attention_dropout",)}
+        options = dict.fromkeys(names[run["model"]], 0.1)
+    model: Any = trainers.load(models, run["model"], **options)
+    if run["checkpointing"]:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": run["checkpointing"] == "reentrant"})
+    return model  # type: ignore[no-any-return]
+
+
+def optimizer_of(run: Drawn, model: nn.Module) -> torch.optim.Optimizer:
+    params: Any = list(model.parameters())
+    if run["optimizer"] == "sgd":
+        return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+    if run["optimizer"] == "adagrad":
+        return torch.optim.Adagrad(params, lr=0.01)
+    if run["optimizer"] == "groups":
+        params = [
+            {"params": [param for param in params if param.ndim > 1], "weight_decay": 0.1},
+            {"params": [param for param in params if param.ndim <= 1], "weight_decay": 0.0, "lr": 3e-3},
+        ]
+    return torch.optim.AdamW(params, lr=2e-3, fused=True if run["optimizer"] == "fused" else None)
+
+
+def loader_of(run: Drawn, count: int, seed: int, train: bool) -> DataLoader[Any]:
+    found: Any = trainers.rows(count, seed)
+    if train and run["loader"] == "iterable":
+        return DataLoader(Rows(found), batch_size=run["batch"])
+    batch = run["batch"] * (2 if run["loader"] == "split" else 1)
+    return DataLoader(found, batch_size=batch, shuffle=train, drop_last=train and run["loader"] == "drop_last")
+
+
+def accelerator_of(run: Drawn, folder: Path, config: Any) -> Any:
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs, GradientAccumulationPlugin
+
+    trainers.forget()
+    kind = run["loader"]
+    options: dict[str, Any] = {"split_batches": kind == "split", "use_seedable_sampler": kind != "seedless"}
+    if kind in ("dispatch", "iterable"):
+        options["dispatch_batches"] = kind == "dispatch"
+    if kind == "uneven":
+        options["even_batches"] = False
+    more: dict[str, Any] = {"cpu": True} if config is None else {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=config)}
+    if config is None and run["change"] == "freezes":
+        more["kwargs_handlers"] = [DistributedDataParallelKwargs(find_unused_parameters=True)]
+    plugins: dict[str, dict[str, bool]] = {
+        "not with the loader": {"sync_with_dataloader": False},
+        "not adjusted": {"adjust_scheduler": False},
+        "each batch": {"sync_each_batch": True},
+    }
+    steps = run["accumulation"] if run["pattern"] == "accumulate" else 1
+    if run["plugin"]:
+        more["gradient_accumulation_plugin"] = GradientAccumulationPlugin(num_steps=steps, **plugins[run["plugin"]])
+    else:
+        more["gradient_accumulation_steps"] = steps
+    return Accelerator(
+        mixed_precision=run["precision"],
+        dataloader_config=DataLoaderConfiguration(**options),
+        step_scheduler_with_optimizer=run["scheduler"] != "not with the optimizer",
+        project_dir=str(folder),
+        **more,
+    )
+
+
+def config_of(run: Drawn) -> dict[str, Any]:
+    config = trainers.zero_config(run["stage"], gradient_clipping="auto" if run["clip"] else 0.0)
+    config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    if run["prepare"] != "together":
+        config["train_micro_batch_size_per_gpu"] = run["batch"]
+    if run["offload"]:
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    if run["offload"] == "both":
+        config["zero_optimization"]["offload_param"] = {"device": "cpu"}
+    return config
+
+
+# -- one loop ----------------------------------------------------------------------------------------------------------
+
+
+class Counter:
+    """State of a script that ``register_for_checkpointing`` saves."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+class Loop:
+    """One training script: its objects, and all that it sees."""
+
+    def __init__(self, run: Drawn, models: Path, folder: Path, config: Any) -> None:
+        self.run, self.folder = run, folder
+        self.accelerator = accelerator_of(run, folder, config)
+        torch.manual_seed(3)
+        model = model_of(run, models)
+        optimizer = optimizer_of(run, model)
+        self.loader, self.held = loader_of(run, run["rows"], 1, True), loader_of(run, 7, 2, False)
+        self.scheduler: Any = None
+        if run["scheduler"]:
+            self.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.1, 1.0 - 0.07 * step))
+        self._prepare(model, optimizer)
+        self._add_second(models)
+        self.counter = Counter()
+        if run["registered"]:
+            self.accelerator.register_for_checkpointing(self.counter)
+        self.epoch = self.steps = 0
+        self.seen: dict[str, list[Any]] = {name: [] for name in ("loss", "norm", "lr", "eval", "read", "second", "counter")}
+
+    def _prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        prepare, kind = self.accelerator.prepare, self.run["prepare"]
+        if kind == "together":
+            self.model, self.optimizer, self.loader, self.held = prepare(model, optimizer, self.loader, self.held)
+        elif kind == "apart":
+            self.loader, self.held = prepare(self.loader, self.held)
+            self.model, self.optimizer = prepare(model, optimizer)
+        elif kind == "optimizer first":
+            self.optimizer, self.loader, self.model, self.held = prepare(optimizer, self.loader, model, self.held)
+        else:
+            self.model, self.optimizer = prepare(model, optimizer)
+            self.loader, self.held = self.accelerator.prepare_data_loader(self.loader), prepare(self.held)
+        if self.scheduler is not None and self.run["scheduler"] != "by hand":
+            self.scheduler = prepare(self.scheduler)
+        if self.run["unwraps"]:
+            self.accelerator.unwrap_model(self.model).train()
+
+    def _add_second(self, models: Path) -> None:
+        """Make a second model, which the loss of the first needs, or which is trained beside it."""
+        kind = self.run["second"]
+        if not kind:
+            return
+        second: Any = trainers.load(models, "llama" if self.run["model"] == "gpt2" else "gpt2")
+        if kind == "teacher":
+            self.second = second.eval().requires_grad_(False)
+        elif kind == "prepared teacher":
+            second.eval().requires_grad_(False)
+            if self.accelerator.state.deepspeed_plugin is None:
+                self.second = self.accelerator.prepare_model(second, evaluation_mode=True)  # DDP refuses it
+            else:
+                self.second = self.accelerator.prepare(second)
+        else:
+            self.second, self.second_optimizer = self.accelerator.prepare(second, torch.optim.SGD(second.parameters(), lr=0.1))
+
+    # -- losses
+
+    def loss_with_second(self, batch: Any, index: int) -> torch.Tensor:
+        loss, kind = self.loss_of(batch, index), self.run["second"]
+        if not kind or kind.startswith("trained"):
+            return loss
+        with torch.no_grad():
+            wanted = self.second(input_ids=batch["input_ids"])["logits"].float().softmax(-1)
+        found = self.model(input_ids=batch["input_ids"])["logits"].float().log_softmax(-1)
+        return loss + nn.functional.kl_div(found, wanted, reduction="batchmean") / 8
+
+    def _train_second(self, batch: Any) -> None:
+        if self.run["second"] not in ("trained", "trained in turn") or self.run["second"] == "trained in turn" and self.steps % 2:
+            return
+        loss = self.second(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
+        self.accelerator.backward(loss * self.run["accumulation"])
+        self.second_optimizer.step()
+        self.second_optimizer.zero_grad()
+        self.seen["second"].append(float(self.accelerator.reduce(loss.detach().float(), "mean")))
+
+    def loss_of(self, batch: Any, index: int) -> torch.Tensor:
+        kind, model = self.run["loss"], self.model
+        if self.run["model"] != "mlp" and kind in ("model", "skips"):
+            return model(**batch).loss  # type: ignore[no-any-return]
+        if kind == "two forwards":
+            return sum(
+                (self._own(model(input_ids=rows), rows) for rows in (batch["input_ids"], batch["input_ids"].flip(0))), torch.zeros(())
+            )
+        outputs = model(input_ids=batch["input_ids"])
+        if kind == "tokens":
+            shifted = batch["labels"][:, 1:]
+            total = nn.functional.cross_entropy(
+                outputs["logits"][:, :-1].flatten(0, 1).float(), shifted.flatten(), ignore_index=-100, reduction="sum"
+            )
+            count = self.accelerator.reduce((shifted != -100).sum(), "sum")
+            return total * self.accelerator.num_processes / count  # type: ignore[no-any-return]
+        loss = self._own(outputs, batch["input_ids"])
+        if kind == "weighted":
+            return loss * (1.0 + batch["input_ids"].float().mean() / 100) + 1e-4 * outputs["logits"].float().pow(2).mean()
+        if kind == "penalty":
+            head = self.accelerator.unwrap_model(model).get_output_embeddings() if self.run["model"] != "mlp" else model.module.head
+            return loss + 1e-2 * head.weight.float().pow(2).sum()
+        return loss * (1 + index) if kind == "scaled" else loss
+
+    @staticmethod
+    def _own(outputs: Any, ids: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(outputs["logits"][:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+
+    # -- steps
+
+    def train(self, last: int | None = None, skipped: int = 0) -> None:
+        """Train to the end of the epochs, or to optimizer step ``last``; leave out the first batches of the epoch that it begins in."""
+        while self.epoch < self.run["epochs"]:
+            self.model.train()
+            if hasattr(self.loader, "set_epoch"):
+                self.loader.set_epoch(self.epoch)
+            loader = self.accelerator.skip_first_batches(self.loader, skipped) if skipped else self.loader
+            count = None
+            with contextlib.suppress(TypeError):
+                count = len(self.loader)
+            for index, batch in enumerate(loader, skipped):
+                if self.run["loss"] == "skips" and index == 2:
+                    continue
+                if self._micro_step(batch, index, index + 1 == count) and (self.steps == last or self._stops()):
+                    self.batch = index + 1
+                    return
+            skipped = 0
+            self._evaluate()
+            self.epoch += 1
+
+    def _stops(self) -> bool:
+        if self.run["change"] != "stops":
+            return False
+        if self.steps == 3 and ranks.rank() == 1:
+            self.accelerator.set_trigger()
+        return bool(self.accelerator.check_trigger())
+
+    def _micro_step(self, batch: Any, index: int, ends: bool) -> bool:
+        """Take one micro-step; return whether it ended with an update."""
+        run, every = self.run, self.run["accumulation"]
+        if run["pattern"] == "accumulate":
+            with self.accelerator.accumulate(self.model):
+                with self.accelerator.autocast() if run["autocast"] else contextlib.nullcontext():
+                    loss = self.loss_with_second(batch, index)
+                updates = self.accelerator.sync_gradients
+                self._clear("before", True)
+                self.accelerator.backward(loss)
+                self._update(updates)
+                if updates or run["scheduler"] != "by hand":
+                    self._schedule()
+                self._clear("after", True)
+        else:
+            updates = (index + 1) % every == 0 or ends
+            if run["zero"] == "before" and index % every == 0:
+                self._clear("before", True)
+            quiet = run["pattern"] == "no_sync" and not updates
+            with self.accelerator.no_sync(self.model) if quiet else contextlib.nullcontext():
+                loss = self.loss_with_second(batch, index) / every
+                self.accelerator.backward(loss)
+            if updates:
+                self._update(True)
+                self._schedule()
+                self._clear("after", True)
+        self.seen["loss"].append(float(self.accelerator.reduce(loss.detach().float(), "mean")))
+        if updates:
+            self._train_second(batch)
+            self.steps += 1
+            self.counter.value += 1
+            self.seen["counter"].append(self.counter.value)
+            self._between()
+        return bool(updates)
+
+    def _update(self, updates: bool) -> None:
+        if self.run["clip"] and (updates or self.run["clip"] == "always"):
+            norm = self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
+            self.seen["norm"].append(float(norm))
+        if self.run["torch clip"] and updates:
+            self.seen["norm"].append(float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)))
+        if self.run["guard"] and self.steps == 2:
+            if self.run["guard"] == "drops":
+                self.optimizer.zero_grad()
+            return
+        self.optimizer.step()
+
+    def _schedule(self) -> None:
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def _clear(self, place: str, _due: bool) -> None:
+        kind = self.run["zero"]
+        if kind == "before" and place == "before" and self.run["pattern"] == "accumulate":
+            if self.run["accumulation"] == 1:  # else it belongs after the step
+                self.optimizer.zero_grad()
+            return
+        if place == "before" and kind != "before":
+            return
+        if kind == "kept":
+            self.optimizer.zero_grad(set_to_none=False)
+        elif kind == "module":
+            self.model.zero_grad() if self.run["pattern"] != "accumulate" or self.accelerator.sync_gradients else None
+        else:
+            self.optimizer.zero_grad()
+            if kind == "both":
+                self.optimizer.zero_grad()
+
+    def _between(self) -> None:
+        """Do what scripts do between two updates."""
+        change = self.run["change"] if self.steps == 2 else None
+        model = self.accelerator.unwrap_model(self.model)
+        if change == "freezes":
+            list(model.parameters())[-1].requires_grad_(False)
+        if change in ("lr", "group lr"):
+            for group in self.optimizer.param_groups if change == "lr" else self.optimizer.param_groups[:1]:
+                group["lr"] *= 0.5
+        if change == "weights":
+            from hf_zero.zero import GatheredParameters
+
+            params = list(model.parameters())
+            with GatheredParameters(params, modifier_rank=0), torch.no_grad():
+                for param in params:
+                    param.mul_(0.99)
+        self.seen["lr"].append([group["lr"] for group in self.optimizer.param_groups])
+        if self.run["reads"] == "norms":
+            self.seen["read"].append({name: float(value.norm()) for name, value in trainers.weights_of(model).items()})
+        if self.run["reads"] == "state":
+            state = self.accelerator.get_state_dict(self.model)
+            self.seen["read"].append({name: float(value.float().norm()) for name, value in state.items()} if ranks.rank() == 0 else {})
+
+    def _evaluate(self) -> None:
+        kind = self.run["eval"]
+        if not kind:
+            return
+        self.model.eval()
+        found: list[torch.Tensor] = []
+        for batch in self.held:
+            with torch.no_grad():
+                logits = self.model(input_ids=batch["input_ids"])["logits"].float().mean(dim=(1, 2))
+            if kind == "metrics":
+                found.append(self.accelerator.gather_for_metrics(logits))
+            elif kind == "gather":
+                found.append(self.accelerator.gather(logits))
+            elif kind == "reduce":
+                found.append(self.accelerator.reduce(logits.sum(), "sum")[None])
+            elif kind == "objects":
+                found.append(torch.tensor(self.accelerator.gather_for_metrics(logits.tolist(), use_gather_object=True)))
+            else:
+                found.append(self.accelerator.gather(self.accelerator.pad_across_processes(logits, dim=0, pad_index=0.0)))
+        self.seen["eval"].append(torch.cat(found))
+        self.model.train()
+
+    # -- files
+
+    def save(self) -> dict[str, torch.Tensor]:
+        kind, place = self.run["save"], self.folder / "saved"
+        if kind == "save_model":
+            self.accelerator.save_model(self.model, str(place))
+        elif kind == "unwrapped":
+            state = self.accelerator.get_state_dict(self.model)
+            self.accelerator.unwrap_model(self.model).save_pretrained(
+                place, is_main_process=self.accelerator.is_main_process, save_function=self.accelerator.save, state_dict=state
+            )
+        elif kind == "state_dict":
+            state = self.accelerator.get_state_dict(self.model)
+            return {name: value.float() for name, value in state.items()} if ranks.rank() == 0 else {}
+        self.accelerator.wait_for_everyone()
+        return saved(place) if kind and ranks.rank() == 0 else {}
+
+
+def result_of(run: Drawn, models: Path, folder: Path, config: Any) -> dict[str, Any]:
+    """Train, resume if the run says so, save; return everything that a user sees."""
+    loop = Loop(run, models, folder, config)
+    if run["resume"]:
+        loop.train(last=2)
+        loop.accelerator.save_state(str(folder / "state"))
+        if run["resume"] == "starts again":
+            epoch, steps, batch = loop.epoch, loop.steps, loop.batch
+            loop = Loop(run, models, folder, config)
+            loop.epoch, loop.steps, loop.batch = epoch, steps, batch
+        else:
+            done = (loop.epoch, loop.steps, loop.batch)
+            loop.train(last=3)
+            loop.epoch, loop.steps, loop.batch = done
+        loop.accelerator.load_state(str(folder / "state"))
+        loop.train(skipped=loop.batch)
+    else:
+        loop.train()
+        if run["twice"]:
+            loop.accelerator.free_memory()
+            loop = Loop(run, models, folder, config)
+            loop.train()
+    weights = trainers.weights_of(loop.accelerator.unwrap_model(loop.model))
+    return {**loop.seen, "steps": loop.steps, "saved": loop.save(), "weights": weights}
+
+
+def outcome_of(run: Drawn, models: Path, folder: Path, config: Any) -> Any:
+    """Return ``result_of``, or the text of its error."""
+    try:
+        return result_of(run, models, folder, config)
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        return f"{type(error).__name__}: {str(error)[:400]} ({where.filename.rsplit('/', 2)[-1]}:{where.lineno})"
+
+
+def judged(run: Drawn, plain: Any, zero: Any) -> list[str]:
+    """Return the differences of two outcomes, or one line with an error. In bf16 DDP keeps fp32 weights, so only losses and norms count."""
+    if isinstance(plain, str) and isinstance(zero, str):
+        return [f"both raise: {plain} | {zero}"]
+    if isinstance(plain, str) or isinstance(zero, str):
+        return [f"ONE RAISES: {f'DDP: {plain}' if isinstance(plain, str) else f'ZeRO: {zero}'}"]
+    if run["precision"] == "no":
+        return list(differences(plain, zero))
+    found = []
+    for name, share in (("loss", 0.02), ("norm", 0.1), ("lr", 1e-6)):
+        left, right = (torch.tensor(result[name], dtype=torch.float64) for result in (plain, zero))
+        if left.shape != right.shape or not torch.allclose(left, right, rtol=share, atol=0.0):
+            found.append(f".{name}: {plain[name]} and {zero[name]}")
+    return found + [f".{name}: {plain[name]} and {zero[name]}" for name in ("steps",) if plain[name] != zero[name]]
+
+
+def compared(run: Drawn, models: Path, folder: Path) -> list[str]:
+    """Run under DDP and under ZeRO inside ranks; return the differences."""
+    with trainers.clean_state():
+        return judged(run, *(outcome_of(run, models, folder / name, config) for name, config in (("ddp", None), ("zero", config_of(run)))))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--run", help="options of one loop, as they were printed")
+    given = parser.parse_args()
+    random_ = random.Random(given.seed)
+    runs = [full(eval(given.run))] if given.run else [draw(random_) for _ in range(given.count)]  # noqa: S307
+    with tempfile.TemporaryDirectory() as name:
+        trainers.save_models(Path(name))
+        for index, run in enumerate(runs):
+            start = time.monotonic()
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    found = ranks.run_ranks(compared, given.ranks, run, Path(name), Path(folder), timeout=90)
+                    lines = sorted({line for one in found for line in one})
+                except AssertionError as error:
+                    lines = [f"FAILED: {str(error)[-600:]}"]
+            word = "ok" if not lines else "raises" if lines[0].startswith("both raise") else "DIFFERS"
+            word = "refused" if lines and lines[0].startswith(("ONE RAISES: ZeRO: StateError", "ONE RAISES: ZeRO: ConfigError")) else word
+            print(f"[{index}] {word} {time.monotonic() - start:.0f} s {changed(run)}", flush=True)
+            for line in lines[:6]:
+                print(f"      {line}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
