@@ -33,6 +33,7 @@ from hf_zero.core.engine_parts import EngineParts, Preemption
 from hf_zero.core.generation import Generation, PlainGeneration, StandsBefore
 from hf_zero.core.holdings import holdings, loose_tensors
 from hf_zero.core.model_init import warn_if_built_whole
+from hf_zero.core.optimizer.own_object import refuse_steps_over
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.schedule.backward_phase import begin_inside
 from hf_zero.core.schedule.block import Block
@@ -126,6 +127,8 @@ class PartsBuilder:
         runtime = Runtime(self.module, root, blocks, schedule, reducer, root_alone=self.topology.pipe is not None)
         scaler = policies.loss_scaler(self.config, self._scaler_kind) if inner is not None else self._scaler_kind(loss_scale=1.0)
         optimizer, stepper = None, None
+        if inner is None:
+            refuse_steps_over(self.collectives.data, runtime)
         if inner is not None and gradients is not None and reducer is not None:
             optimizer = self._optimizer(inner, trained, whole_tensors)
             gradients.add_errors_to_checkpoints_of(optimizer)

@@ -14,6 +14,7 @@ from torch import nn
 
 from hf_zero.core.engine_parts import AppliedAverages, EngineParts, RunAgain, not_a_loss, step_schedule
 from hf_zero.core.offloaded_states import OffloadedStates
+from hf_zero.core.optimizer.own_object import allow_steps_over
 from hf_zero.core.optimizer.sharded import through_step
 from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.schedule.torch_internals import recompile_limit
@@ -476,9 +477,8 @@ class Engine(nn.Module):
                 unit.own.drop_master()
             if self._give_back is not None:
                 self._give_back()
-        self.stepper = None
-        self.optimizer = None
-        self.lr_scheduler = None
+        allow_steps_over(self.collectives.data)
+        self.stepper = self.optimizer = self.lr_scheduler = None
         self.offloaded_states.close()
         self._long_waits.stop()
 

@@ -178,11 +178,15 @@ def backward_of_several(method: Callable[..., None], accelerator: Any, loss: Any
     See [Note: several models of one Accelerator].
 
     Raises:
-        StateError: Many updates wait, and the loop never calls ``optimizer.step()``.
+        StateError: Many updates wait, and the loop never calls ``optimizer.step()``; or no model was prepared.
         ConfigError: The loader's batch size differs from the configuration's.
     """
     engines = _trained_by(accelerator)
     first = getattr(accelerator, "deepspeed_engine_wrapped", None)
+    if first is None and getattr(accelerator.state, "deepspeed_plugin", None) is not None:
+        raise StateError(
+            "accelerator.backward(): no model has been prepared. Write model, optimizer = accelerator.prepare(model, optimizer) before it"
+        )
     if len(engines) == 1 and first is not None and isinstance(first.engine, Engine) and not first.engine.runtime.attached:
         first.engine = engines[0]  # the model was prepared again, with another optimizer
     for engine in engines:
@@ -234,6 +238,23 @@ def prepare(method: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: 
         )
     found = method(accelerator, *args, **kwargs)
     return tuple(_prepared_alone(accelerator, one) if isinstance(one, torch.optim.lr_scheduler.LRScheduler) else one for one in found)
+
+
+def prepare_model(method: Callable[..., Any], accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace ``Accelerator.prepare_model``, which makes no engine, and no DDP where a DeepSpeed plugin is there.
+
+    Raises:
+        UnsupportedError: The model is to be trained: each rank would train by itself.
+    """
+    evaluates = kwargs.get("evaluation_mode", args[1] if len(args) > 1 else False)
+    by_itself = getattr(accelerator.state, "deepspeed_plugin", None) is not None and not evaluates and not isinstance(model, Engine)
+    if by_itself and any(param.requires_grad for param in model.parameters()):
+        raise UnsupportedError(
+            "accelerator.prepare_model(model): with a DeepSpeed plugin it makes no engine, so each rank would train by itself. Write "
+            "model, optimizer = accelerator.prepare(model, optimizer), or prepare_model(model, evaluation_mode=True) for a model that "
+            "is not trained"
+        )
+    return method(accelerator, model, *args, **kwargs)
 
 
 def _prepared_alone(accelerator: Any, scheduler: Any) -> Any:

@@ -125,6 +125,12 @@ PREPARE_ONE = Method(
     "of several optimizers for one model accelerate keeps the last",
     around="hf_zero.integrations.accumulate:prepare",
 )
+PREPARE_MODEL = Method(
+    "accelerate.accelerator",
+    "Accelerator.prepare_model",
+    "accelerator.prepare_model(model) makes no engine, so each rank trains by itself (use accelerator.prepare)",
+    around="hf_zero.integrations.accumulate:prepare_model",
+)
 STEP = Method("accelerate.utils.deepspeed", "DeepSpeedOptimizerWrapper.step", _STEPS, around="hf_zero.integrations.accumulate:step")
 ZERO_GRAD = Method(
     "accelerate.utils.deepspeed",
@@ -407,8 +413,7 @@ METHODS = (
     NO_SYNC, STATE, ACCELERATOR_STATE, PLUGIN, INIT_SWITCH, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, STATE_DICT, SAVE_STATE, TRAIN,
     LOG, EVALUATE, BUILD, BUILD_FOR_LOAD, MISSING_KEYS, TIE, SAVE_MODEL, LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES, TOKENS,
     STEP_END, SAVE_CHECKPOINT, JIT, LIGHTNING_SAVE, OLD_LIGHTNING_SAVE, *LIGHTNING_FITS, *LIGHTNING_SIGNALS, *LIGHTNING_CLIPPING, SAYS,
-    BACKWARD, BACKWARD_OF_SEVERAL, PREPARE_ONE, STEP,
-    ZERO_GRAD, NORM, CLIP, OPERATIONS, MESHES,
+    BACKWARD, BACKWARD_OF_SEVERAL, PREPARE_ONE, PREPARE_MODEL, STEP, ZERO_GRAD, NORM, CLIP, OPERATIONS, MESHES,
     FILL, PROCESS, OPTIMIZERS, FILL_SHARDED, CONFIGURATION, ARGUMENTS, AGENT, CONTEXT_SIZE, PREPARE_CP, CONTEXT, CONTEXT_INPUTS,
     PARALLELISM, RECURRENT, INPUTS, LABELS, LOSS, RESIZE, BEST, *HASHES, *COUNTS, *FILES,
 )  # fmt: skip

@@ -313,3 +313,20 @@ def _several_models(stage: int) -> None:
 @pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
 def test_several_models_of_one_accelerator(stage: int) -> None:
     ranks.run_ranks(_several_models, 2, stage)
+
+
+def _prepared_by_methods() -> None:
+    from hf_zero.errors import StateError, UnsupportedError
+
+    with _accelerator(2) as accelerator:
+        with pytest.raises(UnsupportedError, match="makes no engine, so each rank would train by itself"):
+            accelerator.prepare_model(_build())
+        frozen = _build().requires_grad_(False)
+        assert accelerator.prepare_model(frozen) is frozen and accelerator.prepare_model(_build(), evaluation_mode=True) is not None
+        with pytest.raises(StateError, match=r"accelerator.backward\(\): no model has been prepared"):
+            accelerator.backward(_build()(_rows(0)).mean())
+
+
+def test_prepare_model_trains_no_rank_by_itself() -> None:
+    """accelerate makes neither DDP nor an engine there: gradients were each rank's own."""
+    ranks.run_ranks(_prepared_by_methods, 2)

@@ -237,3 +237,27 @@ def _handles() -> None:
 
 def test_a_hook_that_is_registered_inside_a_step_can_be_removed() -> None:
     ranks.run_ranks(_handles, 2)
+
+
+def _without_an_optimizer(stage: int) -> None:
+    """A part of a trained chain may have gradients without being trained; the model of a destroyed engine trains again."""
+    config = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 8}}
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    engine = hf_zero.initialize(model=model, config=config)[0]
+    late, head = torch.optim.AdamW(model.parameters(), lr=0.1), nn.Linear(4, 1)
+    of_head = torch.optim.SGD(head.parameters(), lr=0.1)
+    head(engine(torch.full((3, 4), float(ranks.rank() + 1)))).square().mean().backward()
+    of_head.step()
+    with pytest.raises(StateError, match=r"AdamW.step\(\): 0.(weight|bias) belongs to a model .* without an optimizer"):
+        late.step()
+    engine.destroy()
+    if stage < 3:
+        before = model[0].weight.detach().clone()
+        late.step()
+        assert not torch.equal(before, model[0].weight)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_step_over_an_engine_without_an_optimizer_is_an_error(stage: int) -> None:
+    """The weights of the ranks drifted apart without a word."""
+    ranks.run_ranks(_without_an_optimizer, 2, stage)

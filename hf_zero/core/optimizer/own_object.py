@@ -8,12 +8,13 @@ from contextlib import contextmanager, nullcontext
 from functools import wraps
 from types import MethodType
 from typing import Any, Protocol, TypeVar
-from weakref import WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from hf_zero.comm.collectives import Collectives
 from hf_zero.core.optimizer import step_hooks
 from hf_zero.core.optimizer.clones import clone, options_of
 from hf_zero.core.optimizer.master_parts import MasterParts
@@ -370,6 +371,25 @@ class _Scalers:
         return call
 
 
+_idle: WeakKeyDictionary[Collectives, ref[object]] = WeakKeyDictionary()  # runtimes of engines without an optimizer
+
+
+def refuse_steps_over(network: Collectives, runtime: object) -> None:
+    """Make steps of optimizers over the model of an engine without an optimizer raise, until ``allow_steps_over``.
+
+    Args:
+        network: The engine's data-parallel ranks.
+        runtime: The engine's.
+    """
+    _ForeignSteps.watch()
+    _idle[network] = ref(runtime)
+
+
+def allow_steps_over(network: Collectives) -> None:
+    """End the effect of ``refuse_steps_over``: the engine is destroyed."""
+    _idle.pop(network, None)
+
+
 class _ForeignSteps:
     """Hooks on the steps of all optimizers of this process that find those over parameters of an engine, from the first engine on."""
 
@@ -386,21 +406,27 @@ class _ForeignSteps:
 
     @staticmethod
     def _refuse(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        """Raise if ``optimizer`` was made over parameters whose gradients an engine has: it would find none, and update nothing.
+        """Raise if ``optimizer`` was made over parameters whose gradients an engine has: it would find none, and update nothing. Raise too
+        if it would update the model of an engine without an optimizer, on several ranks or a part of it.
 
         Raises:
             StateError: The first such parameter is named.
         """
+        name = type(optimizer).__name__
         for param in _params_of(optimizer):
             owner = find_unit(param)
-            if owner is None or not owner[0].trainable or owner[0].belongs_to is None:
-                continue
-            training = owner[0].belongs_to()
-            if training is not None and training.trains:
+            training = owner[0].belongs_to() if owner is not None and owner[0].belongs_to is not None else None
+            if owner is not None and owner[0].trainable and training is not None and training.trains:
                 raise StateError(
-                    f"{type(optimizer).__name__}.step(): {owner[0].layout.slots[owner[1]].name} is trained by an engine, which has its "
-                    "gradients: this optimizer would not train it. Pass it to initialize(), or prepare it in one call with the model; "
-                    "rates and further param groups can be changed in engine.optimizer"
+                    f"{name}.step(): {owner[0].layout.slots[owner[1]].name} is trained by an engine, which has its gradients: this "
+                    "optimizer would not train it. Pass it to initialize(), or prepare it in one call with the model; rates and "
+                    "further param groups can be changed in engine.optimizer"
+                )
+            if _is_idle(param):
+                found = owner[0].layout.slots[owner[1]].name if owner is not None else noted_loose(param)[1]
+                raise StateError(
+                    f"{name}.step(): {found} belongs to a model that was given to initialize() or accelerator.prepare() without an "
+                    "optimizer. No engine averages its gradients over the ranks, whose weights would drift apart. Give both in one call"
                 )
 
     @staticmethod
@@ -419,6 +445,18 @@ class _ForeignSteps:
             elif (network := network_of_loose(param)) is not None and network.topology.copies:
                 noted, name = noted_loose(param)
                 noted.look(name, checksum(param.data))
+
+
+def _is_idle(param: torch.Tensor) -> bool:
+    """Return whether ``param`` is of a model whose engine has no optimizer, and a step over it would change this rank's copy alone."""
+    owner = find_unit(param)
+    if owner is None:
+        network = network_of_loose(param)
+        return network in _idle and network.topology.copies and param.grad is not None
+    runtime = owner[0].belongs_to() if owner[0].belongs_to is not None else None
+    if not any(found() is runtime for found in _idle.values()):
+        return False
+    return is_sharded(param) or (owner[0].collectives.topology.copies and param.grad is not None)
 
 
 def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
