@@ -452,7 +452,7 @@ def _is_idle(param: torch.Tensor) -> bool:
     owner = find_unit(param)
     if owner is None:
         network = network_of_loose(param)
-        return network in _idle and network.topology.copies and param.grad is not None
+        return network is not None and network in _idle and network.topology.copies and param.grad is not None
     runtime = owner[0].belongs_to() if owner[0].belongs_to is not None else None
     if not any(found() is runtime for found in _idle.values()):
         return False
