@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import ranks
+from tests.support import ranks, trainers
 from tests.support.rows import slow_but
 from tests.trainer import drawn_runs
 from tests.trainer.drawn_options import changed, draw, full
@@ -53,6 +53,24 @@ def test_losses_that_transformers_leaves_out_over_slices_are_an_error(
     config = drawn_runs.config_of(run)
     for found in ranks.run_ranks(drawn_runs.alone, 2, run, trainer_models, tmp_path, config, group=False):
         assert isinstance(found, str) and f"{word} has no effect under sequence parallelism (sp_size 2)" in found, found
+
+
+def _evaluated(run: dict[str, Any], models: Path, folder: Path, config: Any) -> float:
+    from transformers import Trainer
+
+    with trainers.clean_state():
+        args = drawn_runs.arguments_of(run, folder, config)
+        held, _ = drawn_runs.data_of(run, drawn_runs.held_rows(run), 2, train=False)
+        return float(Trainer(model=drawn_runs.model_of(run, models), args=args, eval_dataset=held).evaluate()["eval_loss"])
+
+
+def test_evaluation_over_slices_keeps_its_label_smoothing(trainer_models: Path, tmp_path: Path) -> None:
+    run = {**full({"stage": 3, "model": "llama", "axis": "sequence"}), "label_smoothing_factor": 0.3}
+    (plain,) = ranks.run_ranks(_evaluated, 1, run, trainer_models, tmp_path, None, group=False)
+    (sharp,) = ranks.run_ranks(_evaluated, 1, run | {"label_smoothing_factor": 0.0}, trainer_models, tmp_path, None, group=False)
+    assert abs(plain - sharp) > 1e-4
+    for found in ranks.run_ranks(_evaluated, 2, run, trainer_models, tmp_path, drawn_runs.config_of(run), group=False):
+        assert found == pytest.approx(plain, rel=1e-5)
 
 
 def test_differences_are_found() -> None:
