@@ -222,7 +222,7 @@ def _follow_accumulation(engine: Engine, steps: int) -> None:
 def prepare(method: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace ``Accelerator._prepare_deepspeed``, which keeps the last of several optimizers and returns it in the place of all, and
     returns a scheduler that is given without a model as it is: ``save_state`` would leave it out, and it would not step as many times as a
-    prepared one.
+    prepared one. It leaves ``GradScalerKwargs`` out too.
 
     Raises:
         UnsupportedError: Several optimizers were given.
@@ -236,6 +236,7 @@ def prepare(method: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: 
             "optimizer: the others would train nothing. Use one optimizer with a param group for each part of the model, or prepare each "
             "model with its own optimizer in a call of its own"
         )
+    script_values.use_scaler(accelerator)
     found = method(accelerator, *args, **kwargs)
     return tuple(_prepared_alone(accelerator, one) if isinstance(one, torch.optim.lr_scheduler.LRScheduler) else one for one in found)
 

@@ -191,6 +191,36 @@ def process_config(method: Callable[..., None], plugin: Any, prefix: str = "", *
         method(plugin, prefix, *args, **kwargs)
 
 
+def use_scaler(accelerator: Any) -> None:
+    """Fill keys of ``fp16`` that the configuration lacks with the script's ``GradScalerKwargs``, which accelerate leaves out.
+
+    Raises:
+        ConfigError: The configuration has another value.
+        UnsupportedError: The engine's loss scale has no such option, or cannot have this value.
+    """
+    handler, plugin = accelerator.scaler_handler, accelerator.deepspeed_plugin
+    if handler is None or accelerator.mixed_precision != "fp16":
+        return
+    for name, value in handler.to_kwargs().items():  # without defaults
+        power = math.log2(value) if name == "init_scale" and value > 0 else 0.5
+        if name == "growth_interval":
+            key = "fp16.loss_scale_window"
+        elif name == "init_scale" and power == int(power) >= 0:
+            key, value = "fp16.initial_scale_power", int(power)
+        else:
+            raise UnsupportedError(
+                f"GradScalerKwargs({name}={value!r}) has no effect on the engine's loss scale: it starts at a power of two (init_scale), "
+                "doubles after growth_interval steps and halves after an overflow. Remove it, or write the keys of fp16 in the configuration"
+            )
+        if static := plugin.get_value("fp16.loss_scale"):
+            raise ConfigError(_contradiction("fp16.loss_scale", static, f"GradScalerKwargs({name})", value))
+        written = plugin.get_value(key)
+        if written in (None, "auto"):
+            put(plugin.deepspeed_config, key, value)
+        elif not same(written, value):
+            raise ConfigError(_contradiction(key, written, f"GradScalerKwargs({name})", value))
+
+
 def require_own_batch(engine: Engine) -> None:
     """Compare the loader's batch size with the configuration's at the first backward of a loop over accelerate, and use it for "auto".
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from hf_zero.errors import ConfigError, UnsupportedError
 from tests.support import ranks, trainers
 
 WIDTH, BATCH, STEPS, LR = 6, 4, 3, 0.5
@@ -254,3 +255,47 @@ def test_the_norm_that_a_script_clips_to_is_the_one_that_counts(world: int, ever
 def test_sizes_and_schedules_of_a_script_that_contradict_the_configuration_are_errors() -> None:
     ranks.run_ranks(_sizes, 2)
     ranks.run_ranks(_stand_ins, 2)
+
+
+SCALES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"init_scale": 256.0, "growth_interval": 2}, {}, ""),
+    ({"init_scale": 256.0}, {"initial_scale_power": 8}, ""),
+    ({"init_scale": 256.0}, {"initial_scale_power": 7}, r"fp16.initial_scale_power is 7 .* GradScalerKwargs\(init_scale\) is 8"),
+    ({"growth_interval": 2}, {"loss_scale": 64}, r"fp16.loss_scale is 64 .* GradScalerKwargs\(growth_interval\) is 2"),
+    ({"init_scale": 300.0}, {}, r"GradScalerKwargs\(init_scale=300.0\) has no effect"),
+    ({"enabled": False}, {}, r"GradScalerKwargs\(enabled=False\) has no effect"),
+]
+
+
+def _scales(options: dict[str, Any], keys: dict[str, Any], error: str) -> list[float]:
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.utils import GradScalerKwargs
+
+    config = {"train_micro_batch_size_per_gpu": BATCH, "zero_optimization": {"stage": 1}, "fp16": {"enabled": "auto", **keys}}
+    with trainers.clean_state():
+        handlers = [GradScalerKwargs(**options)]
+        accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=handlers, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+        model = _build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        if error:
+            with pytest.raises((ConfigError, UnsupportedError), match=error):
+                accelerator.prepare(model, optimizer)
+            return []
+        engine, optimizer = accelerator.prepare(model, optimizer)
+        seen = []
+        for _ in range(5):
+            seen.append(float(engine.optimizer.cur_scale))
+            accelerator.backward(engine(torch.ones(BATCH, WIDTH).half()).float().square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        engine.destroy()
+    return seen
+
+
+@pytest.mark.parametrize(("options", "keys", "error"), SCALES, ids=lambda value: str(value)[:40])
+def test_the_loss_scale_of_the_script_counts(options: dict[str, Any], keys: dict[str, Any], error: str) -> None:
+    """accelerate leaves ``GradScalerKwargs`` out where a DeepSpeed plugin is there."""
+    seen = ranks.run_ranks(_scales, 1, options, keys, error)[0]
+    if not error:
+        # DeepSpeed's scale begins to count with the second step.
+        assert seen == ([256.0, 256.0, 256.0, 512.0, 512.0] if "growth_interval" in options else [256.0] * 5)
