@@ -210,7 +210,7 @@ def use_scaler(accelerator: Any) -> None:
         else:
             raise UnsupportedError(
                 f"GradScalerKwargs({name}={value!r}) has no effect on the engine's loss scale: it starts at a power of two (init_scale), "
-                "doubles after growth_interval steps and halves after an overflow. Remove it, or write the keys of fp16 in the configuration"
+                "doubles after growth_interval steps and halves after an overflow. Remove it, or set the keys of fp16 in the configuration"
             )
         if static := plugin.get_value("fp16.loss_scale"):
             raise ConfigError(_contradiction("fp16.loss_scale", static, f"GradScalerKwargs({name})", value))
