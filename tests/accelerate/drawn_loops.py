@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.support import ranks, trainers
+from tests.trainer.drawn_options import AXES
 from tests.trainer.drawn_runs import differences, saved
 
 Drawn = dict[str, Any]
@@ -58,14 +59,16 @@ OPTIONS: dict[str, list[Any]] = {
     "second": [None, "teacher", "prepared teacher", "trained", "trained in turn"],
     "torch clip": [False, True],
     "twice": [False, True],
+    "axis": [None],
 }
 
 
-def draw(random_: random.Random) -> Drawn:
-    """Draw one loop: up to nine options differ from their defaults, beside stage and model."""
+def draw(random_: random.Random, axis: str | None = None) -> Drawn:
+    """Draw one loop: up to nine options differ from their defaults, beside stage and model; ``axis`` is a name of ``AXES``, or None."""
     run: Drawn = {name: values[0] for name, values in OPTIONS.items()}
     run["stage"], run["model"] = random_.choice([3, 3, 2, 1, 0]), random_.choice(OPTIONS["model"])
-    for name in random_.sample(sorted(set(run) - {"stage", "model"}), random_.randint(4, 9)):
+    run["axis"] = axis
+    for name in random_.sample(sorted(set(run) - {"stage", "model", "axis"}), random_.randint(4, 9)):
         if name != "pattern" or random_.random() < 0.2:  # an error under DeepSpeed, and here
             run[name] = random_.choice(OPTIONS[name][1:])
     return made_valid(run)
@@ -115,6 +118,16 @@ def made_valid(run: Drawn) -> Drawn:
         run["model"] = "gpt2"
     if run["guard"] and run["accumulation"] > 1 or run["resume"]:
         run["guard"] = None
+    if run["axis"]:
+        run["dropout"] = False  # ranks draw other numbers
+        run["loader"] = run["loader"] if run["loader"] == "drop_last" else None
+        run["eval"] = run["eval"] if run["eval"] in ("metrics", "objects") else None  # others have the values of all processes
+        run["scheduler"] = run["scheduler"] and "by hand"  # a prepared one steps once per process
+        run["save"], run["reads"] = run["save"] or "state_dict", run["reads"] and "state"
+        run["model"] = "llama" if run["model"] == "mlp" else run["model"]
+        run["pattern"], run["second"] = "accumulate", None
+    if run["axis"] == "pipeline":
+        run["stage"], run["offload"] = min(run["stage"], 1), None
     if run["resume"]:
         run["twice"] = False
         run["second"] = None if run["second"] == "trained in turn" else run["second"]
@@ -240,7 +253,7 @@ def config_of(run: Drawn) -> dict[str, Any]:
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     if run["offload"] == "both":
         config["zero_optimization"]["offload_param"] = {"device": "cpu"}
-    return config
+    return config | AXES.get(run["axis"] or "", {})
 
 
 # -- one loop ----------------------------------------------------------------------------------------------------------
@@ -387,7 +400,7 @@ class Loop:
     def _stops(self) -> bool:
         if self.run["change"] != "stops":
             return False
-        if self.steps == 3 and ranks.rank() == 1:
+        if self.steps == 3 and ranks.rank() == min(1, ranks.world() - 1):
             self.accelerator.set_trigger()
         return bool(self.accelerator.check_trigger())
 
@@ -579,23 +592,42 @@ def compared(run: Drawn, models: Path, folder: Path) -> list[str]:
         return judged(run, *(outcome_of(run, models, folder / name, config) for name, config in (("ddp", None), ("zero", config_of(run)))))
 
 
+def alone(run: Drawn, models: Path, folder: Path, config: Any) -> Any:
+    with trainers.clean_state():
+        found = outcome_of(run, models, folder, config)
+    return {name: value for name, value in found.items() if name != "weights"} if isinstance(found, dict) else found
+
+
+def compared_over(run: Drawn, models: Path, folder: Path) -> list[str]:
+    """Run on one rank without hf_zero, and on two ranks that share each batch; return the differences of rank 0's and one of rank 1's."""
+    (plain,) = ranks.run_ranks(alone, 1, run, models, folder / "one", None, timeout=90)
+    first, second = ranks.run_ranks(alone, 2, run, models, folder / "two", config_of(run), timeout=90)
+    if isinstance(plain, dict) and isinstance(second, dict):
+        second = {**second, "saved": plain["saved"], "read": plain["read"]}
+    return [*judged(run, plain, first), *(f"rank 1: {line}" for line in judged(run, plain, second))]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--run", help="options of one loop, as they were printed")
+    parser.add_argument("--axes", nargs="+", choices=sorted(set(AXES) - {"sequence"}), default=[None], help="what two ranks share")
     given = parser.parse_args()
     random_ = random.Random(given.seed)
-    runs = [full(eval(given.run))] if given.run else [draw(random_) for _ in range(given.count)]  # noqa: S307
+    runs = [full(eval(given.run))] if given.run else [draw(random_, given.axes[i % len(given.axes)]) for i in range(given.count)]  # noqa: S307
     with tempfile.TemporaryDirectory() as name:
         trainers.save_models(Path(name))
         for index, run in enumerate(runs):
             start = time.monotonic()
             with tempfile.TemporaryDirectory() as folder:
                 try:
-                    found = ranks.run_ranks(compared, given.ranks, run, Path(name), Path(folder), timeout=90)
-                    lines = sorted({line for one in found for line in one})
+                    if run["axis"]:
+                        lines = compared_over(run, Path(name), Path(folder))
+                    else:
+                        found = ranks.run_ranks(compared, given.ranks, run, Path(name), Path(folder), timeout=90)
+                        lines = sorted({line for one in found for line in one})
                 except AssertionError as error:
                     lines = [f"FAILED: {str(error)[-600:]}"]
             word = "ok" if not lines else "raises" if lines[0].startswith("both raise") else "DIFFERS"

@@ -13,6 +13,7 @@ from tests.support import ranks
 from tests.support.rows import slow_but
 
 FEW, MANY = 4, 40  # loops of a seed
+SHARED = ("tensor", "context", "ring", "pipeline")
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
@@ -22,6 +23,14 @@ def test_drawn_loops(seed: int, trainer_models: Path, tmp_path: Path) -> None:
         run = drawn_loops.draw(source) | {"pattern": "accumulate"}
         found = {line for lines in ranks.run_ranks(drawn_loops.compared, 2, run, trainer_models, tmp_path / str(index)) for line in lines}
         assert not found, f"{drawn_loops.changed(run)}: {sorted(found)[:5]}"
+
+
+@pytest.mark.parametrize("axis", slow_but(SHARED, "tensor"))
+def test_ranks_that_share_each_batch_train_as_one(axis: str, trainer_models: Path, tmp_path: Path) -> None:
+    source = random.Random(axis)
+    for index in range(FEW // 2):
+        run = drawn_loops.draw(source, axis)
+        assert not drawn_loops.compared_over(run, trainer_models, tmp_path / str(index)), drawn_loops.changed(run)
 
 
 CASES: list[dict[str, Any]] = [
