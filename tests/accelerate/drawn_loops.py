@@ -400,7 +400,7 @@ class Loop:
     def _stops(self) -> bool:
         if self.run["change"] != "stops":
             return False
-        if self.steps == 3 and ranks.rank() == min(1, ranks.world() - 1):
+        if self.steps == 3 and ranks.rank() == ranks.world() - 1:
             self.accelerator.set_trigger()
         return bool(self.accelerator.check_trigger())
 
@@ -598,10 +598,12 @@ def alone(run: Drawn, models: Path, folder: Path, config: Any) -> Any:
     return {name: value for name, value in found.items() if name != "weights"} if isinstance(found, dict) else found
 
 
-def compared_over(run: Drawn, models: Path, folder: Path) -> list[str]:
-    """Run on one rank without hf_zero, and on two ranks that share each batch; return the differences of rank 0's and one of rank 1's."""
-    (plain,) = ranks.run_ranks(alone, 1, run, models, folder / "one", None, timeout=90)
-    first, second = ranks.run_ranks(alone, 2, run, models, folder / "two", config_of(run), timeout=90)
+def compared_over(run: Drawn, models: Path, folder: Path, copies: int = 1) -> list[str]:
+    """Run on ``copies`` ranks without hf_zero, and on twice as many, two of which share each batch; return the differences of the first
+    two.
+    """
+    plain = ranks.run_ranks(alone, copies, run, models, folder / "one", None, timeout=90)[0]
+    first, second = ranks.run_ranks(alone, 2 * copies, run, models, folder / "two", config_of(run), timeout=90)[:2]
     if isinstance(plain, dict) and isinstance(second, dict):
         second = {**second, "saved": plain["saved"], "read": plain["read"]}
     return [*judged(run, plain, first), *(f"rank 1: {line}" for line in judged(run, plain, second))]
@@ -624,7 +626,7 @@ def main() -> int:
             with tempfile.TemporaryDirectory() as folder:
                 try:
                     if run["axis"]:
-                        lines = compared_over(run, Path(name), Path(folder))
+                        lines = compared_over(run, Path(name), Path(folder), given.ranks // 2)
                     else:
                         found = ranks.run_ranks(compared, given.ranks, run, Path(name), Path(folder), timeout=90)
                         lines = sorted({line for one in found for line in one})

@@ -345,10 +345,12 @@ def alone(run: Drawn, models: Path, folder: Path, config: Any) -> Any:
     return {name: value for name, value in found.items() if name not in ("weights", "seen")}
 
 
-def compared_over(run: Drawn, models: Path, folder: Path) -> list[str]:
-    """Run on one rank without hf_zero, and on two ranks that share each batch; return the differences of rank 0's and one of rank 1's."""
-    (plain,) = ranks.run_ranks(alone, 1, run, models, folder / "one", None, group=False, timeout=90)
-    first, second = ranks.run_ranks(alone, 2, run, models, folder / "two", config_of(run), group=False, timeout=90)
+def compared_over(run: Drawn, models: Path, folder: Path, copies: int = 1) -> list[str]:
+    """Run on ``copies`` ranks without hf_zero, and on twice as many, two of which share each batch; return the differences of the first
+    two.
+    """
+    plain = ranks.run_ranks(alone, copies, run, models, folder / "one", None, group=False, timeout=90)[0]
+    first, second = ranks.run_ranks(alone, 2 * copies, run, models, folder / "two", config_of(run), group=False, timeout=90)[:2]
     if isinstance(plain, dict) and isinstance(second, dict):
         second = {**second, "saved": plain["saved"], "folders": plain["folders"]}
     return [*judged(run, plain, first), *(f"rank 1: {line}" for line in judged(run, plain, second))]
@@ -358,6 +360,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=2, help="with --axes: half of them train without hf_zero")
     parser.add_argument("--run", help="options of one run, as they were printed")
     parser.add_argument("--axes", nargs="+", choices=sorted(AXES), default=[None], help="what two ranks share instead of the data")
     given = parser.parse_args()
@@ -370,7 +373,7 @@ def main() -> int:
             with tempfile.TemporaryDirectory() as folder:
                 try:
                     if run["axis"]:
-                        lines = compared_over(run, Path(name), Path(folder))
+                        lines = compared_over(run, Path(name), Path(folder), given.ranks // 2)
                     else:
                         found = ranks.run_ranks(compared, 2, run, Path(name), Path(folder), timeout=90)
                         lines = sorted({line for one in found for line in one})
