@@ -30,36 +30,72 @@ class Randomness:
     Scripts set one seed on every rank. The ranks of a group would then draw one mask of dropout for all slices of a sequence and for all
     groups of heads. So each rank draws from a stream of its own during the forward, which begins at a number drawn from the common one:
     that goes on alike on all ranks, for whatever the script draws from it, and is what checkpoints hold. Ranks that were seeded
-    differently stay so.
+    differently stay so. A forward that draws nothing leaves the common stream as it was: samplers that draw from it give the samples in
+    the order of one rank.
     """
 
     def __init__(self, collectives: Collectives) -> None:
         self._rank = collectives.rank
         self._draws = not collectives.pretended  # a pretended device draws nothing
         self._device = collectives.topology.device
-        self._outer: list[torch.Tensor] | None = None
+        self._streams: list[_Stream] = []
 
     def enter(self, training: bool) -> None:
         """Begin the rank's own stream; evaluation draws nothing."""
         if not (training and self._draws):
             return
-        start = int(torch.randint(2**31, ()))
-        self._outer = [torch.get_rng_state()]
-        own = torch.Generator().manual_seed(start * 1024 + self._rank)
-        torch.set_rng_state(own.get_state())
+        host = torch.random
+        before = host.get_rng_state()
+        seed = int(torch.randint(2**31, ())) * 1024 + self._rank
+        self._streams = [_Stream.begin(host.get_rng_state, host.set_rng_state, torch.Generator(), seed, before)]
         if self._device.type != "cpu":
             module = getattr(torch, self._device.type)
-            self._outer.append(module.get_rng_state(self._device))
-            module.set_rng_state(torch.Generator(self._device).manual_seed(start * 1024 + self._rank).get_state(), self._device)
+            get, put = partial(module.get_rng_state, self._device), partial(module.set_rng_state, device=self._device)
+            self._streams.append(_Stream.begin(get, put, torch.Generator(self._device), seed))
 
     def leave(self) -> None:
         """Go on with the common stream."""
-        if self._outer is None:
-            return
-        torch.set_rng_state(self._outer[0])
-        if len(self._outer) > 1:
-            getattr(torch, self._device.type).set_rng_state(self._outer[1], self._device)
-        self._outer = None
+        streams, self._streams = self._streams, []
+        drawn = any(stream.was_drawn_from() for stream in streams)
+        for stream in streams:
+            stream.put(stream.after if drawn else stream.before)
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """One rank's own stream of random numbers on one device, in place of the common one.
+
+    Attributes:
+        get: Returns the state of the device's generator.
+        put: Sets it.
+        before: State of the common stream before the number that the own stream begins at was drawn.
+        after: The state after that.
+        own: State that the own stream began with.
+    """
+
+    get: Callable[[], torch.Tensor]
+    put: Callable[[torch.Tensor], None]
+    before: torch.Tensor
+    after: torch.Tensor
+    own: torch.Tensor
+
+    @classmethod
+    def begin(
+        cls,
+        get: Callable[[], torch.Tensor],
+        put: Callable[[torch.Tensor], None],
+        generator: torch.Generator,
+        seed: int,
+        before: torch.Tensor | None = None,
+    ) -> _Stream:
+        """Put the stream of ``generator`` with ``seed`` in the place of the common one; ``before``: the latter's state, if it has moved."""
+        after, own = get(), generator.manual_seed(seed).get_state()
+        put(own)
+        return cls(get, put, after if before is None else before, after, own)
+
+    def was_drawn_from(self) -> bool:
+        """Return whether a number was drawn from the own stream."""
+        return not torch.equal(self.get(), self.own)
 
 
 @dataclass(frozen=True)

@@ -176,6 +176,20 @@ def test_ranks_draw_masks_of_dropout_of_their_own() -> None:
     assert ranks.run_ranks(dropout, 2) == [(True, True, True)] * 2
 
 
+def draws_nothing() -> bool:
+    engine = hf_zero.initialize(model=build(llama), config=config(Run(stage=3), 2))[0]
+    torch.manual_seed(11)
+    before = torch.get_rng_state()
+    engine.backward(engine(**script_batch(Data(), 0)).loss)
+    engine.step()
+    return torch.equal(before, torch.get_rng_state())
+
+
+def test_a_forward_without_dropout_draws_nothing() -> None:
+    """A sampler without a generator of its own draws the samples of the next epoch from that stream: they were others than on one rank."""
+    assert ranks.run_ranks(draws_nothing, 2) == [True] * 2
+
+
 # ------------------------------------------------------------------------------------------------ what a script may do with it
 
 

@@ -129,6 +129,19 @@ def test_ranks_draw_masks_of_dropout_of_their_own() -> None:
     assert ranks.run_ranks(dropout, 2) == [(True, True)] * 2
 
 
+def draws_nothing() -> bool:
+    model: Any = build(llama)
+    UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", 2, 2)
+    torch.manual_seed(11)
+    before = torch.get_rng_state()
+    model(**cut(Data().batch(0), ranks.rank(), 2))
+    return torch.equal(before, torch.get_rng_state())
+
+
+def test_a_forward_without_dropout_draws_nothing() -> None:
+    assert ranks.run_ranks(draws_nothing, 2) == [True] * 2
+
+
 def evaluation() -> dict[str, float]:
     """Loss of whole sequences in evaluation, of slices, and of slices with the labels that say so."""
 
