@@ -52,11 +52,21 @@ def require_sliceable(model: nn.Module, ranks: int, implementation: str | None, 
     flow = _token_flow(model, ranks, found, stand_in) if reason_to_cut_layers(model) else None
     if flow is None or flow.heads:
         require_made_with(found, implementation)
-    config: Any = model.config
-    heads = getattr(config, "num_attention_heads", None)
-    if flow is None and isinstance(heads, int):
+    heads = _heads(model.config)
+    if flow is None and heads is not None:
         require_even_heads(heads, ranks, otherwise=_OTHER)
     return found, flow
+
+
+def _heads(config: Any) -> int | None:
+    """Return the number of heads of every attention layer; None without one in the configuration, or where layers differ (then transformers
+    raises, and each layer's heads are looked at in its first forward).
+    """
+    try:
+        heads = getattr(config, "num_attention_heads", None)
+    except RuntimeError:
+        return None
+    return heads if isinstance(heads, int) else None
 
 
 def require_made_with(found: str, implementation: str | None) -> None:
@@ -186,13 +196,12 @@ def require_dividable(model: nn.Module, inside: int, implementation: str | None)
         UnsupportedError: It is of a kind that cannot be divided.
     """
     base = _inside(model)
-    config: Any = getattr(model, "config", None)
-    name = type(base).__name__
+    heads, name = _heads(getattr(model, "config", None)), type(base).__name__
     try:
         found, reason = attention_of(model), reason_to_cut_layers(model)
         require_made_with(found, implementation)
-        if not reason and isinstance(getattr(config, "num_attention_heads", None), int):
-            require_even_heads(config.num_attention_heads, inside)
+        if not reason and heads is not None:
+            require_even_heads(heads, inside)
     except HfZeroError as error:
         raise type(error)(str(error).replace("sequence parallelism", "context parallelism")) from None
     if reason:
