@@ -422,7 +422,7 @@ class _ForeignSteps:
                     "optimizer would not train it. Pass it to initialize(), or prepare it in one call with the model; rates and "
                     "further param groups can be changed in engine.optimizer"
                 )
-            if _is_idle(param):
+            if _idle and _is_idle(param):
                 found = owner[0].layout.slots[owner[1]].name if owner is not None else noted_loose(param)[1]
                 raise StateError(
                     f"{name}.step(): {found} belongs to a model that was given to initialize() or accelerator.prepare() without an "
@@ -454,7 +454,7 @@ def _is_idle(param: torch.Tensor) -> bool:
         network = network_of_loose(param)
         return network is not None and network in _idle and network.topology.copies and param.grad is not None
     runtime = owner[0].belongs_to() if owner[0].belongs_to is not None else None
-    if not any(found() is runtime for found in _idle.values()):
+    if runtime is None or all(found() is not runtime for found in _idle.values()):
         return False
     return is_sharded(param) or (owner[0].collectives.topology.copies and param.grad is not None)
 
