@@ -212,7 +212,7 @@ def use_scaler(accelerator: Any) -> None:
                 f"GradScalerKwargs({name}={value!r}) has no effect on the engine's loss scale: it starts at a power of two (init_scale), "
                 "doubles after growth_interval steps and halves after an overflow. Remove it, or set the keys of fp16 in the configuration"
             )
-        if static := plugin.get_value("fp16.loss_scale"):
+        if (static := plugin.get_value("fp16.loss_scale")) not in (None, 0, "auto"):
             raise ConfigError(_contradiction("fp16.loss_scale", static, f"GradScalerKwargs({name})", value))
         written = plugin.get_value(key)
         if written in (None, "auto"):

@@ -10,20 +10,16 @@ import argparse
 import contextlib
 import random
 import sys
-import tempfile
-import time
-import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from tests.support import ranks, trainers
 from tests.trainer.drawn_options import AXES
-from tests.trainer.drawn_runs import differences, saved
+from tests.trainer.drawn_runs import Rows, differences, errors_of, outcome_of, report, saved
 
 Drawn = dict[str, Any]
 # Values of each option; the first is the default.
@@ -145,16 +141,6 @@ def full(options: Drawn) -> Drawn:
 
 
 # -- what a script has -------------------------------------------------------------------------------------------------
-
-
-class Rows(IterableDataset):  # type: ignore[type-arg]
-    """Rows one after the other, without a length."""
-
-    def __init__(self, rows: list[Any]) -> None:
-        self.rows = rows
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.rows)
 
 
 class Mlp(nn.Module):
@@ -412,16 +398,16 @@ class Loop:
                 with self.accelerator.autocast() if run["autocast"] else contextlib.nullcontext():
                     loss = self.loss_with_second(batch, index)
                 updates = self.accelerator.sync_gradients
-                self._clear("before", True)
+                self._clear("before")
                 self.accelerator.backward(loss)
                 self._update(updates)
                 if updates or run["scheduler"] != "by hand":
                     self._schedule()
-                self._clear("after", True)
+                self._clear("after")
         else:
             updates = (index + 1) % every == 0 or ends
             if run["zero"] == "before" and index % every == 0:
-                self._clear("before", True)
+                self._clear("before")
             quiet = run["pattern"] == "no_sync" and not updates
             with self.accelerator.no_sync(self.model) if quiet else contextlib.nullcontext():
                 loss = self.loss_with_second(batch, index) / every
@@ -429,7 +415,7 @@ class Loop:
             if updates:
                 self._update(True)
                 self._schedule()
-                self._clear("after", True)
+                self._clear("after")
         self.seen["loss"].append(float(self.accelerator.reduce(loss.detach().float(), "mean")))
         if updates:
             self._train_second(batch)
@@ -455,7 +441,7 @@ class Loop:
         if self.scheduler is not None:
             self.scheduler.step()
 
-    def _clear(self, place: str, _due: bool) -> None:
+    def _clear(self, place: str) -> None:
         kind = self.run["zero"]
         if kind == "before" and place == "before" and self.run["pattern"] == "accumulate":
             if self.run["accumulation"] == 1:  # else it belongs after the step
@@ -561,21 +547,10 @@ def result_of(run: Drawn, models: Path, folder: Path, config: Any) -> dict[str, 
     return {**loop.seen, "steps": loop.steps, "saved": loop.save(), "weights": weights}
 
 
-def outcome_of(run: Drawn, models: Path, folder: Path, config: Any) -> Any:
-    """Return ``result_of``, or the text of its error."""
-    try:
-        return result_of(run, models, folder, config)
-    except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        return f"{type(error).__name__}: {str(error)[:400]} ({where.filename.rsplit('/', 2)[-1]}:{where.lineno})"
-
-
 def judged(run: Drawn, plain: Any, zero: Any) -> list[str]:
     """Return the differences of two outcomes, or one line with an error. In bf16 DDP keeps fp32 weights, so only losses and norms count."""
-    if isinstance(plain, str) and isinstance(zero, str):
-        return [f"both raise: {plain} | {zero}"]
-    if isinstance(plain, str) or isinstance(zero, str):
-        return [f"ONE RAISES: {f'DDP: {plain}' if isinstance(plain, str) else f'ZeRO: {zero}'}"]
+    if lines := errors_of(plain, zero):
+        return lines
     if run["precision"] == "no":
         return list(differences(plain, zero))
     found = []
@@ -589,12 +564,14 @@ def judged(run: Drawn, plain: Any, zero: Any) -> list[str]:
 def compared(run: Drawn, models: Path, folder: Path) -> list[str]:
     """Run under DDP and under ZeRO inside ranks; return the differences."""
     with trainers.clean_state():
-        return judged(run, *(outcome_of(run, models, folder / name, config) for name, config in (("ddp", None), ("zero", config_of(run)))))
+        return judged(
+            run, *(outcome_of(result_of, run, models, folder / name, config) for name, config in (("ddp", None), ("zero", config_of(run))))
+        )
 
 
 def alone(run: Drawn, models: Path, folder: Path, config: Any) -> Any:
     with trainers.clean_state():
-        found = outcome_of(run, models, folder, config)
+        found = outcome_of(result_of, run, models, folder, config)
     return {name: value for name, value in found.items() if name != "weights"} if isinstance(found, dict) else found
 
 
@@ -619,24 +596,13 @@ def main() -> int:
     given = parser.parse_args()
     random_ = random.Random(given.seed)
     runs = [full(eval(given.run))] if given.run else [draw(random_, given.axes[i % len(given.axes)]) for i in range(given.count)]  # noqa: S307
-    with tempfile.TemporaryDirectory() as name:
-        trainers.save_models(Path(name))
-        for index, run in enumerate(runs):
-            start = time.monotonic()
-            with tempfile.TemporaryDirectory() as folder:
-                try:
-                    if run["axis"]:
-                        lines = compared_over(run, Path(name), Path(folder), given.ranks // 2)
-                    else:
-                        found = ranks.run_ranks(compared, given.ranks, run, Path(name), Path(folder), timeout=90)
-                        lines = sorted({line for one in found for line in one})
-                except AssertionError as error:
-                    lines = [f"FAILED: {str(error)[-600:]}"]
-            word = "ok" if not lines else "raises" if lines[0].startswith("both raise") else "DIFFERS"
-            word = "refused" if lines and lines[0].startswith(("ONE RAISES: ZeRO: StateError", "ONE RAISES: ZeRO: ConfigError")) else word
-            print(f"[{index}] {word} {time.monotonic() - start:.0f} s {changed(run)}", flush=True)
-            for line in lines[:6]:
-                print(f"      {line}", flush=True)
+
+    def lines_of(run: Drawn, models: Path, folder: Path) -> list[str]:
+        if run["axis"]:
+            return compared_over(run, models, folder, given.ranks // 2)
+        return sorted({line for one in ranks.run_ranks(compared, given.ranks, run, models, folder, timeout=90) for line in one})
+
+    report(runs, lines_of, changed)
     return 0
 
 

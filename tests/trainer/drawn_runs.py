@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import nn
 from tests.support import ranks, trainers
 from tests.trainer.drawn_options import ARGUMENTS, AXES, KEYS, Drawn, changed, draw, full
 
+_REFUSED = tuple(f"ONE RAISES: ZeRO: {name}" for name in ("StateError", "ConfigError", "UnsupportedError"))
 OPTIMIZER = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
 
 # -- one run -----------------------------------------------------------------------------------------------------------
@@ -308,21 +309,28 @@ def differences(left: Any, right: Any, where: str = "") -> Iterator[str]:
         yield f"{where}: {left!r} and {right!r}"
 
 
-def outcome_of(run: Drawn, models: Path, folder: Path, config: Any) -> Any:
-    """Return `result_of`, or the text of its error."""
+def outcome_of(result_of: Callable[..., Any], *given: Any) -> Any:
+    """Return ``result_of(*given)``, or the text of its error."""
     try:
-        return result_of(run, models, folder, config)
+        return result_of(*given)
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         return f"{type(error).__name__}: {str(error)[:400]} ({where.filename.rsplit('/', 2)[-1]}:{where.lineno})"
 
 
-def judged(run: Drawn, plain: Any, zero: Any) -> list[str]:
-    """Return the differences of two outcomes, or one line with an error."""
+def errors_of(plain: Any, zero: Any) -> list[str]:
+    """Return one line if an outcome is an error; nothing if both are results."""
     if isinstance(plain, str) and isinstance(zero, str):
         return [f"both raise: {plain} | {zero}"]
     if isinstance(plain, str) or isinstance(zero, str):
         return [f"ONE RAISES: {f'DDP: {plain}' if isinstance(plain, str) else f'ZeRO: {zero}'}"]
+    return []
+
+
+def judged(run: Drawn, plain: Any, zero: Any) -> list[str]:
+    """Return the differences of two outcomes, or one line with an error."""
+    if lines := errors_of(plain, zero):
+        return lines
     for result in (plain, zero) if run["json"] else ():
         for entry in result["history"]:
             entry.pop("learning_rate", None)  # of a schedule that the engine steps: Trainer logs it after the step
@@ -332,12 +340,14 @@ def judged(run: Drawn, plain: Any, zero: Any) -> list[str]:
 def compared(run: Drawn, models: Path, folder: Path) -> list[str]:
     """Run under DDP and under ZeRO inside ranks; return the differences."""
     with trainers.clean_state():
-        return judged(run, *(outcome_of(run, models, folder / name, config) for name, config in (("ddp", None), ("zero", config_of(run)))))
+        return judged(
+            run, *(outcome_of(result_of, run, models, folder / name, config) for name, config in (("ddp", None), ("zero", config_of(run))))
+        )
 
 
 def alone(run: Drawn, models: Path, folder: Path, config: Any) -> Any:
     with trainers.clean_state():
-        found = outcome_of(run, models, folder, config)
+        found = outcome_of(result_of, run, models, folder, config)
     if isinstance(found, str):
         return found
     for entry in (found["train"], *found["history"]):
@@ -356,6 +366,24 @@ def compared_over(run: Drawn, models: Path, folder: Path, copies: int = 1) -> li
     return [*judged(run, plain, first), *(f"rank 1: {line}" for line in judged(run, plain, second))]
 
 
+def report(runs: list[Drawn], lines_of: Callable[[Drawn, Path, Path], list[str]], changed: Callable[[Drawn], Drawn]) -> None:
+    """Print for each run whether it is equal, raises, is refused by name, or differs, and where."""
+    with tempfile.TemporaryDirectory() as name:
+        trainers.save_models(Path(name))
+        for index, run in enumerate(runs):
+            start = time.monotonic()
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    lines = lines_of(run, Path(name), Path(folder))
+                except AssertionError as error:
+                    lines = [f"FAILED: {str(error)[-600:]}"]
+            word = "ok" if not lines else "raises" if lines[0].startswith("both raise") else "DIFFERS"
+            word = "refused" if lines and lines[0].startswith(_REFUSED) else word
+            print(f"[{index}] {word} {time.monotonic() - start:.0f} s {changed(run)}", flush=True)
+            for line in lines[:6]:
+                print(f"      {line}", flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=20)
@@ -366,25 +394,13 @@ def main() -> int:
     given = parser.parse_args()
     random_ = random.Random(given.seed)
     runs = [full(eval(given.run))] if given.run else [draw(random_, given.axes[i % len(given.axes)]) for i in range(given.count)]  # noqa: S307
-    with tempfile.TemporaryDirectory() as name:
-        trainers.save_models(Path(name))
-        for index, run in enumerate(runs):
-            start = time.monotonic()
-            with tempfile.TemporaryDirectory() as folder:
-                try:
-                    if run["axis"]:
-                        lines = compared_over(run, Path(name), Path(folder), given.ranks // 2)
-                    else:
-                        found = ranks.run_ranks(compared, 2, run, Path(name), Path(folder), timeout=90)
-                        lines = sorted({line for one in found for line in one})
-                except BaseException as error:
-                    if isinstance(error, KeyboardInterrupt):
-                        raise
-                    lines = [f"FAILED: {str(error)[-600:]}"]
-            word = "ok" if not lines else "raises" if lines[0].startswith("both raise") else "DIFFERS"
-            print(f"[{index}] {word} {time.monotonic() - start:.0f} s {changed(run)}", flush=True)
-            for line in lines[:6]:
-                print(f"      {line}", flush=True)
+
+    def lines_of(run: Drawn, models: Path, folder: Path) -> list[str]:
+        if run["axis"]:
+            return compared_over(run, models, folder, given.ranks // 2)
+        return sorted({line for one in ranks.run_ranks(compared, 2, run, models, folder, timeout=90) for line in one})
+
+    report(runs, lines_of, changed)
     return 0
 
 
