@@ -22,7 +22,7 @@ OPTIONS: dict[str, list[Any]] = {
     "rows": [24, 21, 10],
     "batch": [2, 1, 3],
     "epochs": [1, 2],
-    "eval": [None, "metrics", "gather", "reduce", "pad", "objects"],
+    "eval": [None, "metrics", "gather", "reduce", "pad", "objects", "loss"],
     "resume": [None, "continues", "starts again"],
     "save": [None, "save_model", "state_dict", "unwrapped"],
     "change": [None, "freezes", "lr", "group lr", "stops", "weights"],
@@ -101,11 +101,15 @@ def made_valid(run: Drawn) -> Drawn:
     if run["axis"]:
         run["dropout"] = False  # ranks draw other numbers
         run["loader"] = run["loader"] if run["loader"] == "drop_last" else None
-        run["eval"] = run["eval"] if run["eval"] in ("metrics", "objects") else None  # others have the values of all processes
+        run["eval"] = run["eval"] if run["eval"] in ("metrics", "objects", "loss") else None  # others have the values of all processes
         run["scheduler"] = run["scheduler"] and "by hand"  # a prepared one steps once per process
         run["save"], run["reads"] = run["save"] or "state_dict", run["reads"] and "state"
         run["model"] = "llama" if run["model"] == "mlp" else run["model"]
         run["pattern"], run["second"] = "accumulate", None
+    if run["axis"] == "sequence":  # each rank loads rows of its own, and gets slices
+        run["rows"], run["loader"] = 12 * run["batch"], None
+        run["eval"] = run["eval"] and "loss"
+        run["loss"] = run["loss"] if run["loss"] in ("skips", "scaled") else "model"
     if run["axis"] == "pipeline":
         run["stage"], run["offload"] = min(run["stage"], 1), None
     if run["resume"]:
