@@ -281,8 +281,9 @@ class SlicedForwards(BoundForwards):
         if positions is None:
             raise StateError(
                 "sequence parallelism: the forward got no position_ids, so every rank would count its slice from 0. Iterate over "
-                "UlyssesSPDataLoaderAdapter (accelerate does it in prepare), or pass the slice of torch.arange(length) yourself; for a "
-                "forward over whole sequences call model.eval() and register with disable_in_eval=True"
+                "UlyssesSPDataLoaderAdapter (accelerate adds it to loaders that the call prepare(model, ..., loader) gets together with the "
+                "model), or pass the slice of torch.arange(length) yourself; for a forward over whole sequences call model.eval() and "
+                "register with disable_in_eval=True"
             )
         length = int(positions.shape[-1])
         self._require_length(length * self.collectives.world)
