@@ -17,6 +17,7 @@ from hf_zero.core.schedule.torch_internals import call_after_backward
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from hf_zero.sequence_parallel.attention import SlicedAttention
 from hf_zero.sequence_parallel.batches import cache_in, is_slice
+from hf_zero.sequence_parallel.images import DividedImages
 from hf_zero.sequence_parallel.masks import WholeMasks
 from hf_zero.sequence_parallel.positions import OwnPositions, WholeRotary, require_even_temperature
 from hf_zero.sequence_parallel.sliceable import NO_ROUTERS, ROUTERS, StandIn, require_sliceable
@@ -208,6 +209,7 @@ class SlicedForwards(BoundForwards):
         settings.prepare(implementation)
         self.attention = SlicedAttention(model, collectives, implementation not in ("sdpa", "eager"), None if flow is None else flow.heads)
         self._whole = WholeInputs(model, self.attention, flow) if flow is not None else None
+        self._images = DividedImages(model, self.attention)
         self._masks = WholeMasks(model, collectives)
         self._positions = OwnPositions(model, collectives)
         self._rotary = WholeRotary(model, self.attention) if flow is None else None
@@ -218,7 +220,7 @@ class SlicedForwards(BoundForwards):
     def remove(self) -> None:
         """Take the hooks off; the model sees whole sequences again."""
         super().remove()
-        for further in (self._rotary, self._whole):
+        for further in (self._rotary, self._whole, self._images):
             if further is not None:
                 further.remove()
 
@@ -281,9 +283,9 @@ class SlicedForwards(BoundForwards):
         if positions is None:
             raise StateError(
                 "sequence parallelism: the forward got no position_ids, so every rank would count its slice from 0. Iterate over "
-                "UlyssesSPDataLoaderAdapter (accelerate adds it to loaders that the call prepare(model, ..., loader) gets together with the "
-                "model), or pass the slice of torch.arange(length) yourself; for a forward over whole sequences call model.eval() and "
-                "register with disable_in_eval=True"
+                "UlyssesSPDataLoaderAdapter (accelerate adds it to loaders that one call of prepare gets together with the model), or pass "
+                "the slice of torch.arange(length) yourself; for a forward over whole sequences call model.eval() and register with "
+                "disable_in_eval=True"
             )
         length = int(positions.shape[-1])
         self._require_length(length * self.collectives.world)
