@@ -72,9 +72,10 @@ def watch_methods(container: nn.Module, layers: Layers) -> None:
             setattr(kind, name, _dispatching(method))
 
 
-def forget_methods(container: nn.Module) -> None:
-    """Leave the methods of ``container`` as they are."""
-    _watched.pop(container, None)
+def forget_methods(container: nn.Module, layers: Layers) -> None:
+    """Leave the methods of ``container`` as they are, unless other layers than ``layers`` watch them since."""
+    if _watched.get(container) is layers:
+        _watched.pop(container)
 
 
 def _dispatching(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,7 +140,7 @@ class CutLayers:
         for hook in self._hooks:
             hook.remove()
         for container in self._around:
-            forget_methods(container)
+            forget_methods(container, self)
 
     def under_way(self, module: nn.Module) -> bool:
         """Return whether slices are under way in ``module``, one of the model's."""

@@ -26,6 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hf_zero.errors import UnsupportedError
 from hf_zero.sequence_parallel.attention import SlicedAttention
+from hf_zero.sequence_parallel.batches import is_medium
 from hf_zero.sequence_parallel.joining import join
 
 _METHODS = ("get_image_features", "get_video_features")
@@ -57,7 +58,8 @@ class DividedImages:
     def remove(self) -> None:
         """Let every rank encode all images again."""
         for owner in self._owners:
-            _divided.pop(owner, None)
+            if _divided.get(owner) is self:
+                _divided.pop(owner)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DividedImages:
         return self  # of no copy
@@ -72,13 +74,14 @@ class DividedImages:
         divides = attention.sliced and not (attention.outside or attention.alone or attention.inside_whole or self._inside)
         if not divides or self._collectives.pretended or any(norm.training for norm in self._norms):
             return method(owner, *args, **kwargs)
-        given = _named(method, owner, args, kwargs)
-        parts = None if given.get("return_dict") is False else parts_of(given, self._collectives.world)
+        given, others = _named(method, owner, args, kwargs)
+        parts = None if {**given, **others}.get("return_dict") is False else parts_of(given, self._collectives.world)
         if parts is None:
             return method(owner, *args, **kwargs)
         self._inside = True
         try:
-            result = method(owner, **{name: parts.cut(value, self._collectives.rank) for name, value in given.items()})
+            mine = {name: parts.cut(value, self._collectives.rank) for name, value in given.items()}
+            result = method(owner, **mine, **others)
         finally:
             self._inside = False
         return self._joined(result, f"{type(owner).__name__}.{method.__name__}", keeps=parts.keeps(self._collectives.rank))
@@ -219,15 +222,18 @@ def _length(value: Any) -> int | None:
     return len(value) if is_list else None
 
 
-def _named(method: Callable[..., Any], owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by name, in the order of the signature."""
+def _named(
+    method: Callable[..., Any], owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arguments of a call by name: of images, in the order of the signature, and others, such as labels, that are passed on."""
     signature = inspect.signature(method)
     given = dict(signature.bind(owner, *args, **kwargs).arguments)
     given.pop(next(iter(signature.parameters)))
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            given.update(given.pop(name, {}))
-    return given
+    others: dict[str, Any] = next(
+        (given.pop(name, {}) for name, value in signature.parameters.items() if value.kind is value.VAR_KEYWORD), {}
+    )
+    given.update({name: value for name, value in others.items() if is_medium(name)})
+    return given, {name: value for name, value in others.items() if name not in given}
 
 
 # -- classes ----------------------------------------------------------------------------------------------------------
