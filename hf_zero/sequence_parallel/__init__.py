@@ -4,8 +4,8 @@
 groups, and only the batch arithmetic counts groups. ``heads`` (which heads a rank computes) → ``exchange`` (heads for sequences and back:
 one all-to-all each way, its gradient another) → ``layer`` (``DistributedAttention``), ``masks`` ([Note: whole masks]) → ``attention``
 (the function that stands in transformers' table); ``token_flow`` (where else tokens meet, [Note: token flow]), ``joining``,
-``sequence_functions``, ``cut_layers`` ([Note: cut layers]), ``whole_inputs`` (models whose layers are cut) →
-``positions`` ([Note: own positions], [Note: frequencies of the longest]),
+``sequence_functions``, ``cut_layers`` ([Note: cut layers]), ``whole_inputs`` (models whose layers are cut), ``images``
+([Note: images over ranks]) → ``positions`` ([Note: own positions], [Note: frequencies of the longest]),
 ``sliceable`` (which models can), ``randomness`` ([Note: dropout over slices]) → ``forward`` (hooks around a model: when it sees slices,
 [Note: forward of a backward]) → ``state`` (the groups, as ``mpu``); ``batches`` cuts what loaders give. ``attention`` and
 ``integrations/ulysses.py`` register them with transformers.

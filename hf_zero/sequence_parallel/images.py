@@ -242,7 +242,7 @@ def _named(
 def _wrap_methods(kind: type) -> bool:
     """Wrap the methods of a class of transformers that encode images, once; return whether it has any.
 
-    Methods of transformers before 5.3 return bare tensors whose order is unknown; they stay as they are.
+    Methods that return bare tensors, as in older versions of transformers, stay as they are: their structure is not declared.
     """
     found = False
     for name in _METHODS:
