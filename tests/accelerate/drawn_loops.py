@@ -117,7 +117,7 @@ class Loop:
     def loss_of(self, batch: Any, index: int) -> torch.Tensor:
         kind, model = self.run["loss"], self.model
         if "shift_labels" in batch:
-            loss = loss_over_slices(model, batch, self.accelerator.torch_device_mesh["sp"].get_group())
+            loss = loss_over_slices(model, batch, model.seq_parallel_group)
             return loss * (1 + index) if kind == "scaled" else loss
         if self.run["model"] != "mlp" and kind in ("model", "skips"):
             return model(**batch).loss  # type: ignore[no-any-return]
