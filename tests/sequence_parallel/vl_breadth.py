@@ -33,6 +33,8 @@ MULTIPLE = 8  # of the length of sequences
 _ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma3": {"mm_tokens_per_image": 4},
+    "mistral3": {"vision_config": {"image_size": 32}},  # of one image of one token transformers drops the dimension
+    "mistral_large4": {"vision_config": {"image_size": 32}},
     "paligemma": {"projection_dim": 32, "vision_config": {"projection_dim": 32}},
     "qwen2_5_vl": {"vision_config": {"fullatt_block_indexes": [1], "window_size": 32}},
     "vipllava": {"vision_feature_layers": [-1, -2]},
