@@ -31,9 +31,12 @@ def comes_alone() -> bool:
     """Wait until all ranks have called this function, or until it is certain that some will not; collective, or called by one rank alone.
 
     Returns:
-        True if this rank is alone; False if there are no other ranks, or if they cannot be asked because there is no engine yet.
+        True if this rank is alone, or has destroyed the default group, without which no rank can be expected; False if there are no other
+        ranks, or if they cannot be asked because there is no engine yet.
     """
     global _joint, _of
+    if hang_watch.group_is_gone():
+        return True
     base = hang_watch.joint_store()
     if base is None or dist.get_world_size() == 1:
         return False

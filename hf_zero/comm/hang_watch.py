@@ -89,6 +89,11 @@ def joint_store() -> dist.Store | None:
     return _current.store if _current is not None and _current.store is default_store() else None
 
 
+def group_is_gone() -> bool:
+    """Return whether this process had a default group with engines, has destroyed it (accelerate's ``end_training``), and has no new one."""
+    return _current is not None and not dist.is_initialized()
+
+
 def _own_connection(store: dist.Store, world: int) -> dist.Store | None:
     """Return the same store over a connection for another thread; None if the store allows none or cannot be reached.
 

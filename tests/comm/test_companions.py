@@ -56,6 +56,8 @@ def _end_on_others(folder: Path) -> None:
     if dist.get_rank() == 0:
         assert companions.comes_alone() is True
         (folder / "went on").touch()
+        dist.destroy_process_group()
+        assert companions.comes_alone() is True, "it would wait for the others to meet again"
     else:
         dist.destroy_process_group()
         until((folder / "went on").exists, "rank 0")  # the process still runs: it need not end to be known as gone
