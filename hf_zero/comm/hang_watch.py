@@ -90,7 +90,7 @@ def joint_store() -> dist.Store | None:
 
 
 def group_is_gone() -> bool:
-    """Return whether this process had a default group with engines, has destroyed it (accelerate's ``end_training``), and has no new one."""
+    """Return whether this process had engines, and has destroyed its default group since (accelerate's ``end_training``)."""
     return _current is not None and not dist.is_initialized()
 
 

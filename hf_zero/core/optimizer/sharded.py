@@ -169,7 +169,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with self.own.updating():
             self.state_store.update(shards, factor, updated)
         # torch's schedulers read this attribute before they warn that they were stepped before the optimizer. A script's scheduler has the
-        # inner optimizer, whose own `step` is not always the method that updates, or the one that accelerate has replaced by it.
+        # inner optimizer, whose own `step` is not always the method that updates, or one that it replaces.
         inner: Any = self.inner
         self._opt_called = inner._opt_called = getattr(inner, REPLACES, inner)._opt_called = True
 
