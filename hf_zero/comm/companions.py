@@ -4,7 +4,8 @@
 while the other ranks wait at its next barrier: then neither side continues. A rank cannot detect this from its own state. So ranks that
 reach the call count themselves in the store, and a rank that has waited for a moment asks where the others are, like a report of a long
 wait ([Note: long waits]). If another rank waits in a collective that this rank has not issued, in a group of both, that rank waits for this
-one; each would wait for the other, so the call belongs to this rank alone. The same holds if another rank has ended. A rank that is
+one; each would wait for the other, so the call belongs to this rank alone. The same holds if another rank has ended, or
+has destroyed the default group (accelerate's `end_training`). A rank that is
 computing may still come, and is asked again.
 """
 
@@ -30,9 +31,12 @@ def comes_alone() -> bool:
     """Wait until all ranks have called this function, or until it is certain that some will not; collective, or called by one rank alone.
 
     Returns:
-        True if this rank is alone; False if there are no other ranks, or if they cannot be asked because there is no engine yet.
+        True if this rank is alone, or has destroyed the default group, without which no rank can be expected; False if there are no other
+        ranks, or if they cannot be asked because there is no engine yet.
     """
     global _joint, _of
+    if hang_watch.group_is_gone():
+        return True
     base = hang_watch.joint_store()
     if base is None or dist.get_world_size() == 1:
         return False

@@ -31,7 +31,7 @@ from hf_zero.observe import logger
 
 KEY = "hf_zero_hang"
 ENDED = "ended"
-"""Message that a rank leaves in place of its standing when it ends."""
+"""Message that a rank leaves in place of its standing when it ends, or destroys the default group."""
 _OFTEN = 5.0  # longest interval in seconds between two polls in a small world
 _RANKS_PER_SECOND = 500  # polls of the store of rank 0 per second, at most
 _ANSWERS = 0.2  # seconds between two polls for answers
@@ -87,6 +87,11 @@ def current() -> HangWatch | None:
 def joint_store() -> dist.Store | None:
     """Return the default group's store if a thread of this process answers over it, or did before its engines were destroyed; else None."""
     return _current.store if _current is not None and _current.store is default_store() else None
+
+
+def group_is_gone() -> bool:
+    """Return whether this process had engines, and has destroyed its default group since (accelerate's ``end_training``)."""
+    return _current is not None and not dist.is_initialized()
 
 
 def _own_connection(store: dist.Store, world: int) -> dist.Store | None:
@@ -188,11 +193,13 @@ class HangWatch(threading.Thread):
         """Poll until no object requests it, the default group is destroyed, or the store does not answer."""
         while not self._over.wait(_ANSWERS if self._question is not None else self._pause()):
             if not self.owners or self._is_gone():
-                return
+                break
             try:
                 self._look()
             except (RuntimeError, LookupError, ValueError) as error:  # torch's errors of stores and networks are RuntimeErrors
-                if self._over.is_set() or self._is_gone():
+                if self._is_gone():
+                    break
+                if self._over.is_set():
                     return
                 if not isinstance(error, RuntimeError):
                     raise
@@ -200,7 +207,7 @@ class HangWatch(threading.Thread):
                 if self._question is not None or self._seconds_waited() >= self._limit():
                     self._report_without_store()
                 return
-        if self._last_answer and not self._is_gone():
+        if self._last_answer or self._is_gone():  # a rank that has destroyed the group (accelerate's end_training) joins no more calls
             with suppress(RuntimeError):
                 _require_listener(self._own)
                 self._own.set(f"standing/{self._rank}", f"0 {ENDED}")

@@ -45,6 +45,12 @@ ACCELERATOR_STATE = Method(
     "a ParallelismConfig would be ignored",
     around="hf_zero.integrations.parallelism:start_accelerator_state",
 )
+ACCELERATOR = Method(
+    "accelerate.accelerator",
+    "Accelerator.__init__",
+    "gradient_accumulation_steps of accelerate's configuration file silently replaces the number of the script",
+    around="hf_zero.integrations.script_values:start_accelerator",
+)
 PARALLELISM = Method(
     "accelerate.parallelism_config",
     "ParallelismConfig.__post_init__",
@@ -95,6 +101,12 @@ PREPARE_TP = Method(
     "ParallelismConfig(tp_size=...) fails with an error of accelerate",
     around="hf_zero.integrations.parallelism:prepare_tensor_parallel",
     since=(1, 10),
+)
+CPU_OPTIMIZER = Method(
+    "accelerate.accelerator",
+    "map_pytorch_optim_to_deepspeed",
+    "with offload_optimizer a scheduler warns that it was stepped before the optimizer, although it was not",
+    around="hf_zero.integrations.cpu_optimizers:map_optimizer",
 )
 LAUNCH = Method(
     "accelerate.commands.launch",
@@ -415,5 +427,5 @@ METHODS = (
     STEP_END, SAVE_CHECKPOINT, JIT, LIGHTNING_SAVE, OLD_LIGHTNING_SAVE, *LIGHTNING_FITS, *LIGHTNING_SIGNALS, *LIGHTNING_CLIPPING, SAYS,
     BACKWARD, BACKWARD_OF_SEVERAL, PREPARE_ONE, PREPARE_MODEL, STEP, ZERO_GRAD, NORM, CLIP, OPERATIONS, MESHES,
     FILL, PROCESS, OPTIMIZERS, FILL_SHARDED, CONFIGURATION, ARGUMENTS, AGENT, CONTEXT_SIZE, PREPARE_CP, CONTEXT, CONTEXT_INPUTS,
-    PARALLELISM, RECURRENT, INPUTS, LABELS, LOSS, RESIZE, BEST, *HASHES, *COUNTS, *FILES,
+    PARALLELISM, RECURRENT, ACCELERATOR, CPU_OPTIMIZER, INPUTS, LABELS, LOSS, RESIZE, BEST, *HASHES, *COUNTS, *FILES,
 )  # fmt: skip

@@ -9,6 +9,7 @@ update, because `integrations/accumulate.py` lets updates wait for ``optimizer.s
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -60,6 +61,7 @@ _FILLED = "_hf_zero_filled"  # attribute of a plugin: keys that were "auto" unti
 
 _FOUND = "_hf_zero_found"  # attribute of a plugin: contradictions found so far, while they are collected
 _ABSENT = "_hf_zero_absent"  # attribute of a plugin: the 1 of gradient_accumulation_steps is neither the JSON's nor the script's
+_LAUNCHED = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 _REMEDY = (
     "Set one of the two: write \"auto\" for the key (or remove it) to use the script's value, or use the configuration's value in the "
     "script"
@@ -98,6 +100,26 @@ def make_plugin(method: Callable[..., None], plugin: Any, *args: Any, **kwargs: 
     if absent and plugin.get_value(ACCUMULATION) == "auto":
         put(plugin.deepspeed_config, ACCUMULATION, 1)
         setattr(plugin, _ABSENT, True)
+
+
+def start_accelerator(method: Callable[..., None], accelerator: Any, *args: Any, **kwargs: Any) -> None:
+    """Replace ``Accelerator.__init__``: raise if the launcher's number of micro-steps is not the script's, which accelerate would ignore.
+
+    `accelerate config` asks for the script's number and writes 1 if the question is left unanswered. A 1 of the script is its default.
+
+    Raises:
+        ConfigError: The two numbers differ; the message names both.
+    """
+    given = inspect.signature(method).bind_partial(accelerator, *args, **kwargs).arguments
+    steps, launched = given.get(ACCUMULATION, 1), os.environ.get(_LAUNCHED, "auto")
+    in_use = given.get("deepspeed_plugin") is not None or os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("1", "true")
+    if in_use and steps != 1 and launched not in ("auto", str(steps)):
+        raise ConfigError(
+            f"{ACCUMULATION} is {launched} in {_LAUNCHED}, which `accelerate launch` sets from its configuration file or flag, but "
+            f"Accelerator({ACCUMULATION}) is {steps}. Remove the key from `deepspeed_config` in that file to use the script's number "
+            "(or give the same number in both)"
+        )
+    method(accelerator, *args, **kwargs)
 
 
 def fill_match(

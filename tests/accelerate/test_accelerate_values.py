@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,11 +14,14 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from hf_zero.errors import ConfigError, UnsupportedError
+from hf_zero.integrations import methods
+from hf_zero.integrations.script_values import start_accelerator
 from tests.support import ranks, trainers
 
 WIDTH, BATCH, STEPS, LR = 6, 4, 3, 0.5
 STAGES = (0, 1, 2, 3)
 KEY = "gradient_clipping"
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 
 
 def _build() -> nn.Module:
@@ -299,3 +303,66 @@ def test_the_loss_scale_of_the_script_counts(options: dict[str, Any], keys: dict
     if not error:
         # DeepSpeed's scale begins to count with the second step.
         assert seen == ([256.0, 256.0, 256.0, 512.0, 512.0] if "growth_interval" in options else [256.0] * 5)
+
+
+@pytest.mark.parametrize(
+    ("launched", "steps", "engine", "error"),
+    [
+        ("1", 4, True, "is 1 in ACCELERATE_GRADIENT_ACCUMULATION_STEPS.* is 4. Remove the key from `deepspeed_config`"),
+        ("2", 4, True, "is 2 in"),
+        ("4", 4, True, ""),
+        ("2", 1, True, ""),  # 1 is the argument's default
+        ("auto", 4, True, ""),
+        (None, 4, True, ""),
+        ("1", 4, False, ""),  # accelerate itself: another engine's script
+    ],
+)
+def test_the_number_of_micro_steps_that_the_launcher_has_is_not_taken_silently(
+    launched: str | None, steps: int, engine: bool, error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`accelerate config` writes 1 where its question is left unanswered, and accelerate then ignores the script's argument."""
+    import accelerate
+
+    monkeypatch.delenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", raising=False)
+    if launched is not None:
+        monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", launched)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", str(engine).lower())
+    assert accelerate.Accelerator.__init__.__dict__["hf_zero_method"] is methods.ACCELERATOR
+    started: list[int] = []
+
+    def start(self: Any, device_placement: bool = True, gradient_accumulation_steps: int = 1, deepspeed_plugin: Any = None) -> None:
+        started.append(gradient_accumulation_steps)
+
+    if error:
+        with pytest.raises(ConfigError, match=error):
+            start_accelerator(start, None, gradient_accumulation_steps=steps)
+    else:
+        start_accelerator(start, None, True, steps)
+    assert started == ([] if error else [steps])
+
+
+def _schedule_under_offload() -> None:
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    with trainers.clean_state():
+        plugin = DeepSpeedPlugin(hf_ds_config={"train_micro_batch_size_per_gpu": BATCH, "zero_optimization": {**OFFLOAD, "stage": 2}})
+        accelerator = Accelerator(deepspeed_plugin=plugin)
+        model = _build()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+        model, prepared, scheduler = accelerator.prepare(model, optimizer, scheduler)
+        assert type(model.optimizer.inner).__name__ == "DeepSpeedCPUAdam"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for step in range(2):
+                accelerator.backward(model(torch.ones(BATCH, WIDTH)).sum())
+                prepared.step()
+                scheduler.step()
+                prepared.zero_grad()
+                assert prepared.param_groups[0]["lr"] == LR / (step + 2)
+        model.destroy()
+
+
+def test_a_scheduler_of_the_optimizer_that_accelerate_replaces_sees_its_steps() -> None:
+    """torch would warn that the scheduler was stepped before the optimizer."""
+    ranks.run_ranks(_schedule_under_offload, 1)

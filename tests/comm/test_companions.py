@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
 import torch.distributed as dist
 
+import hf_zero
 from hf_zero.comm import companions, hang_watch
 from hf_zero.comm.standing import Standing
+from tests.support import ranks
+from tests.support.processes import until
 
 
 @pytest.mark.parametrize(
@@ -39,3 +45,23 @@ def test_each_rank_is_asked_in_its_turn(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_without_an_engine_nobody_is_asked() -> None:
     assert companions.comes_alone() is False
+
+
+def _end_on_others(folder: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    settings = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine, *_ = hf_zero.initialize(model=model, model_parameters=model.parameters(), config=settings)
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+    if dist.get_rank() == 0:
+        assert companions.comes_alone() is True
+        (folder / "went on").touch()
+        dist.destroy_process_group()
+        assert companions.comes_alone() is True, "it would wait for the others to meet again"
+    else:
+        dist.destroy_process_group()
+        until((folder / "went on").exists, "rank 0")  # the process still runs: it need not end to be known as gone
+
+
+def test_a_rank_that_has_destroyed_its_group_will_not_come(tmp_path: Path) -> None:
+    ranks.run_ranks(_end_on_others, 2, tmp_path)

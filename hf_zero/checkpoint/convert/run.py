@@ -76,7 +76,9 @@ def _write(wanted: Conversion, to: str, source: Source, progress: Progress) -> s
         beside = [wanted.source, wanted.source.parent] if isinstance(wanted.source, Path) and wanted.source.is_dir() else []
         dtype = DTYPES[wanted.dtype]
         files = hugging_face.write_hugging_face(source, wanted.target, dtype, wanted.max_shard_bytes, beside, progress)
-        return f"{source.what} -> {len(files)} file(s) of {wanted.dtype} weights in {wanted.target}"
+        done = f"{source.what} -> {len(files)} file(s) of {wanted.dtype} weights in {wanted.target}"
+        missing = "; no config.json is beside the checkpoint: copy it and the tokenizer from the base model, or from_pretrained fails"
+        return done if (wanted.target / "config.json").is_file() else done + missing
     torch_dcp.write_dcp(source, wanted.target, progress)
     return f"{source.what} -> torch.distributed.checkpoint folder {wanted.target}"
 

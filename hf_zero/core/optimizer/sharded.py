@@ -20,6 +20,8 @@ from hf_zero.core.units.unit import Unit, find_unit
 from hf_zero.errors import ConfigError, StateError
 
 T = TypeVar("T")
+REPLACES = "_hf_zero_replaces"
+"""Attribute of an inner optimizer: the script's optimizer whose place it takes, which a scheduler of the script holds."""
 
 
 class RankMemory(Protocol):
@@ -167,9 +169,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with self.own.updating():
             self.state_store.update(shards, factor, updated)
         # torch's schedulers read this attribute before they warn that they were stepped before the optimizer. A script's scheduler has the
-        # inner optimizer, whose own `step` is not always the method that updates.
+        # inner optimizer, whose own `step` is not always the method that updates, or one that it replaces.
         inner: Any = self.inner
-        self._opt_called = inner._opt_called = True
+        self._opt_called = inner._opt_called = getattr(inner, REPLACES, inner)._opt_called = True
 
     def end_step(self) -> None:
         """Call the script's post-step hooks, when all parameters have their new values: the inner optimizer's, this one's, then those on
