@@ -103,22 +103,26 @@ def make_plugin(method: Callable[..., None], plugin: Any, *args: Any, **kwargs: 
 
 
 def start_accelerator(method: Callable[..., None], accelerator: Any, *args: Any, **kwargs: Any) -> None:
-    """Replace ``Accelerator.__init__``: raise if the launcher's number of micro-steps is not the script's, which accelerate would ignore.
+    """Replace ``Accelerator.__init__``: let the script's number of micro-steps count, which accelerate drops for the launcher's.
 
-    `accelerate config` asks for the script's number and writes 1 if the question is left unanswered. A 1 of the script is its default.
+    `accelerate config` asks for the number and writes 1 if the question is left unanswered: that 1 gives way. A 1 of the script is its
+    default.
 
     Raises:
-        ConfigError: The two numbers differ; the message names both.
+        ConfigError: The launcher has another number than 1 and than the script's; the message names both.
     """
     given = inspect.signature(method).bind_partial(accelerator, *args, **kwargs).arguments
-    steps, launched = given.get(ACCUMULATION, 1), os.environ.get(_LAUNCHED, "auto")
-    in_use = given.get("deepspeed_plugin") is not None or os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("1", "true")
+    steps, launched, plugin = given.get(ACCUMULATION, 1), os.environ.get(_LAUNCHED, "auto"), given.get("deepspeed_plugin")
+    in_use = plugin is not None or os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() in ("1", "true")
     if in_use and steps != 1 and launched not in ("auto", str(steps)):
-        raise ConfigError(
-            f"{ACCUMULATION} is {launched} in {_LAUNCHED}, which `accelerate launch` sets from its configuration file or flag, but "
-            f"Accelerator({ACCUMULATION}) is {steps}. Remove the key from `deepspeed_config` in that file to use the script's number "
-            "(or give the same number in both)"
-        )
+        if launched != "1" or plugin is not None:  # a plugin has read the variable already
+            raise ConfigError(
+                f"{ACCUMULATION} is {launched} in {_LAUNCHED}, which `accelerate launch` sets from its configuration file or flag, but "
+                f"Accelerator({ACCUMULATION}) is {steps}. Remove the key from `deepspeed_config` in that file to use the script's number "
+                "(or give the same number in both)"
+            )
+        os.environ[_LAUNCHED] = str(steps)
+        warn_once(f"{ACCUMULATION} is {steps}, as in Accelerator(); the 1 of the launcher, accelerate config's default, is not used")
     method(accelerator, *args, **kwargs)
 
 
