@@ -13,11 +13,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from hf_zero.deepspeed.configured import ConfiguredEngine
 from hf_zero.deepspeed.optimizer import DeepSpeedOptimizer
-from hf_zero.errors import UnsupportedError
+from hf_zero.integrations import fabric_methods
 from hf_zero.integrations.preemption import end_preempted
 from hf_zero.system import signals
 
@@ -94,13 +92,10 @@ def on_advance_end(function: Callable[..., Any], loop: Any, *args: Any, **kwargs
 
 
 def clip_gradients(method: Callable[..., Any], precision: Any, optimizer: Any, clip_val: float = 0.0, algorithm: Any = "norm") -> None:
-    """Replace ``DeepSpeedPrecision.clip_gradients``, which does nothing: clip to ``clip_val`` unless the engine's step does; collective.
+    """Replace ``DeepSpeedPrecision.clip_gradients``, which does nothing: clip to a norm, unless the engine's step does, or by value; collective.
 
     Lightning calls it from ``LightningModule.clip_gradients`` (manual optimization, ``configure_gradient_clipping``). A number of the
     Trainer is the engine's ``gradient_clipping`` already. In the middle of an accumulation there is nothing to clip yet.
-
-    Raises:
-        UnsupportedError: Gradients are to be clipped by value.
     """
     held: Any = optimizer if isinstance(optimizer, DeepSpeedOptimizer) else getattr(optimizer, "optimizer", None)
     engine = held._engine() if isinstance(held, DeepSpeedOptimizer) else None
@@ -109,10 +104,6 @@ def clip_gradients(method: Callable[..., Any], precision: Any, optimizer: Any, c
         return
     if not clip_val or clip_val <= 0:
         return
-    if str(getattr(algorithm, "value", algorithm)) != "norm":
-        raise UnsupportedError(
-            f"clip_gradients(gradient_clip_algorithm={str(getattr(algorithm, 'value', algorithm))!r}) is not supported: gradients are "
-            'sharded, and the engine clips by their norm. Use "norm"'
-        )
-    if clip_val != engine.gradient_clipping() and engine.accumulation.awaits_update:
-        torch.nn.utils.clip_grad_norm_([tensor for group in held.param_groups for tensor in group["params"]], clip_val)
+    kind = str(getattr(algorithm, "value", algorithm))
+    if engine.accumulation.awaits_update and (kind == "value" or clip_val != engine.gradient_clipping()):
+        fabric_methods.clip(engine, clip_val, None if kind == "value" else 2.0)
