@@ -9,13 +9,15 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from hf_zero.deepspeed import install_as_deepspeed
 from hf_zero.deepspeed.alias import finder
+from hf_zero.deepspeed.configured import ConfiguredEngine
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.integrations.fabric_methods import BackwardSyncControl, clip, share_schedule
 from hf_zero.launch.placement import export_placement
@@ -120,10 +122,52 @@ class ZeroStrategy(_ZeroArguments, _Trainer):
         self.set_world_ranks()
         self._init_deepspeed_distributed()
 
+    @property
+    def handles_gradient_accumulation(self) -> bool:
+        """Return False: Lightning steps at the end of each accumulation, whose last one in an epoch may be shorter.
+
+        With DeepSpeed the engine counts micro-steps: an accumulation goes on in the next epoch, and the last gradients train nothing.
+        """
+        return False
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Mark the micro-step inside as not the last of its optimizer step."""
+        self._say(False)
+        try:
+            yield
+        finally:
+            self._say(True)
+
+    def _say(self, is_boundary: bool) -> None:
+        engine = self.model
+        if not self.lightning_module.automatic_optimization:  # each step() of the module updates, in ``toggle_model(sync_grad=False)`` too
+            return
+        if isinstance(engine, ConfiguredEngine) and engine.stepper is not None and engine.accumulation.managed:
+            engine.set_gradient_accumulation_boundary(is_boundary)
+
     def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Run Lightning's backward without dividing the loss by ``accumulate_grad_batches``: Lightning has divided it already."""
         kwargs.setdefault("scale_wrt_gas", False)
         return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def init_deepspeed(self) -> None:
+        """Make the engine as Lightning does, without its error about clipping by value: ``clip_gradients`` clips then."""
+        trainer = self.lightning_module.trainer
+        algorithm = trainer.gradient_clip_algorithm
+        trainer.gradient_clip_algorithm = None
+        try:
+            super().init_deepspeed()
+        finally:
+            trainer.gradient_clip_algorithm = algorithm
+        self._say(True)
+
+    def _format_batch_size_and_grad_accum_config(self) -> None:
+        """Write Lightning's settings into the configuration; its number for clipping by value is no norm."""
+        trainer = getattr(self.lightning_module, "trainer", None)
+        if trainer is not None and str(getattr(trainer.gradient_clip_algorithm, "value", "")) == "value":
+            self.config.setdefault("gradient_clipping", 0.0)
+        super()._format_batch_size_and_grad_accum_config()
 
     def _auto_select_batch_size(self) -> int:
         """Return the loader's batch size; 1 if it has none (``batch_size=None``, an iterable of batches): Lightning's method would fail."""

@@ -1,4 +1,4 @@
-"""Replace methods of Lightning's Trainer: signals to its ranks, and gradients that a module clips by itself.
+"""Replace methods of Lightning's Trainer: signals to its ranks, a module's own backward, and gradients that it clips by itself.
 
 Lightning's handler of SIGTERM issues a broadcast, and its handler of Slurm's signal saves a checkpoint. Both interrupt the rank at an
 arbitrary point, so the collectives of different ranks would not match. Here the signal is only recorded, and the ranks vote at the next
@@ -8,6 +8,7 @@ optimizer step. After the batch at whose step they agree to end, Lightning's che
 
 from __future__ import annotations
 
+import importlib
 import signal
 import weakref
 from collections.abc import Callable
@@ -92,7 +93,7 @@ def on_advance_end(function: Callable[..., Any], loop: Any, *args: Any, **kwargs
 
 
 def clip_gradients(method: Callable[..., Any], precision: Any, optimizer: Any, clip_val: float = 0.0, algorithm: Any = "norm") -> None:
-    """Replace ``DeepSpeedPrecision.clip_gradients``, which does nothing: clip to a norm, unless the engine's step does, or by value; collective.
+    """Replace ``DeepSpeedPrecision.clip_gradients``, which does nothing: clip by norm, unless the step does, or by value; collective.
 
     Lightning calls it from ``LightningModule.clip_gradients`` (manual optimization, ``configure_gradient_clipping``). A number of the
     Trainer is the engine's ``gradient_clipping`` already. In the middle of an accumulation there is nothing to clip yet.
@@ -107,3 +108,18 @@ def clip_gradients(method: Callable[..., Any], precision: Any, optimizer: Any, c
     kind = str(getattr(algorithm, "value", algorithm))
     if engine.accumulation.awaits_update and (kind == "value" or clip_val != engine.gradient_clipping()):
         fabric_methods.clip(engine, clip_val, None if kind == "value" else 2.0)
+
+
+def backward(method: Callable[..., None], precision: Any, tensor: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+    """Replace ``DeepSpeedPrecision.backward``, which leaves out the ``backward`` that a module overrides: call it.
+
+    It gets the loss times the loss scale, as in other 16-bit precisions. Its ``loss.backward()`` is a micro-step, which the engine divides
+    by ``gradient_accumulation_steps``; where Lightning has divided already (``scale_wrt_gas=False``), the loss is multiplied by it.
+    """
+    engine = _engine_of(model.trainer)
+    helpers = importlib.import_module(f"{type(precision).__module__.partition('.plugins.')[0]}.utilities.model_helpers")
+    if engine is None or not helpers.is_overridden("backward", model):
+        method(precision, tensor, model, optimizer, *args, **kwargs)
+        return
+    divides = kwargs.pop("scale_wrt_gas", True)
+    model.backward(engine.scale(tensor if divides else tensor * engine.gradient_accumulation_steps()), *args, **kwargs)

@@ -23,6 +23,10 @@ KINDS = ("fabric", "trainer")
 REFUSALS = (  # Lightning's own, which name the cause
     "requires the model and optimizer(s) to be set up jointly",
     "Currently only one optimizer is supported with DeepSpeed",
+    "DeepSpeed currently only supports single optimizer",
+    "SWA does not currently support sharded models",
+    "does not support `accumulate_grad_batches` changing between epochs",
+    "The Finetuning callback does not support running with the DeepSpeed strategy",
 )
 
 

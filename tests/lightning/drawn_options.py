@@ -43,7 +43,7 @@ TRAINER: dict[str, list[Any]] = {
     "validation": [None, "epoch", "steps"],
     "callback": [None, "average", "swa", "accumulation", "finetuning", "early", "monitor", "best"],
     "hook": [None, "optimizer_step", "before step", "after backward", "backward", "zero_grad", "lr_scheduler_step", "batch end"],
-    "returns": ["loss", "dict", "none"],
+    "returns": ["loss", "dict"],
     "logs": [None, "step", "epoch", "both"],
     "after": [None, "test", "predict", "validate", "twice", "load_from_checkpoint"],
     "limit": [None, 3, 0.5],
@@ -79,6 +79,8 @@ def made_valid(run: Drawn) -> Drawn:
         run["reads"] = None
     if run["frozen"] == "unfreezes" or run["frozen"] == "freezes":
         run["resume"] = None
+    if run["reads"] == "gradients" and run["kind"] == "trainer":
+        run["hook"] = "before step"
     if run["norm"] == "batch":  # statistics of each rank are its own, and coarse in 16 bits
         for name in ("eval", "validation", "after", "callback"):
             if name in run:
@@ -114,7 +116,7 @@ def _valid_loop(run: Drawn) -> Drawn:
 
 def _valid_fit(run: Drawn) -> Drawn:
     if run["manual"]:
-        run["accumulation"] = 2 if run["manual"] == "accumulates" else 1
+        run["accumulation"] = 1
         run["clip"] = {"norm": "hook", "value": "hook value"}.get(run["clip"], run["clip"])
         run["returns"] = "loss"
         run["callback"] = None if run["callback"] in ("accumulation", "swa") else run["callback"]
@@ -128,8 +130,7 @@ def _valid_fit(run: Drawn) -> Drawn:
         run["limit"] = None if run["limit"] == 0.5 else run["limit"]
         run["validation"] = run["validation"] and "epoch"
     if run["json"]:
-        run["optimizer"] = "adamw"
-        run["strategy"] = "config"
+        run["optimizer"], run["strategy"], run["scheduler"] = "adamw", "config", None
     if run["resume"] and run["callback"] in ("swa", "finetuning", "average"):
         run["callback"] = None
     if run["after"] == "twice":
