@@ -140,7 +140,7 @@ class ZeroStrategy(_ZeroArguments, _Trainer):
             self._say(True)
 
     def _say(self, is_boundary: bool) -> None:
-        engine = self.model
+        engine: Any = self.model
         if not self.lightning_module.automatic_optimization:  # each step() of the module updates, in ``toggle_model(sync_grad=False)`` too
             return
         if isinstance(engine, ConfiguredEngine) and engine.stepper is not None and engine.accumulation.managed:

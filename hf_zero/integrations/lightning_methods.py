@@ -1,4 +1,4 @@
-"""Replace methods of Lightning's Trainer: signals to its ranks, a module's own backward, and gradients that it clips by itself.
+"""Replace methods of Lightning's Trainer: signals to its ranks, a module's own backward, and gradients that it clips or logs.
 
 Lightning's handler of SIGTERM issues a broadcast, and its handler of Slurm's signal saves a checkpoint. Both interrupt the rank at an
 arbitrary point, so the collectives of different ranks would not match. Here the signal is only recorded, and the ranks vote at the next
@@ -14,8 +14,13 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from hf_zero.core.units.marks import is_part
+from hf_zero.core.units.sharded_parameter import gradients_of
 from hf_zero.deepspeed.configured import ConfiguredEngine
 from hf_zero.deepspeed.optimizer import DeepSpeedOptimizer
+from hf_zero.deepspeed.safe_values import safe_get_full_grad
 from hf_zero.integrations import fabric_methods
 from hf_zero.integrations.preemption import end_preempted
 from hf_zero.system import signals
@@ -116,10 +121,30 @@ def backward(method: Callable[..., None], precision: Any, tensor: Any, model: An
     It gets the loss times the loss scale, as in other 16-bit precisions. Its ``loss.backward()`` is a micro-step, which the engine divides
     by ``gradient_accumulation_steps``; where Lightning has divided already (``scale_wrt_gas=False``), the loss is multiplied by it.
     """
-    engine = _engine_of(model.trainer)
+    engine: Any = _engine_of(model.trainer)
     helpers = importlib.import_module(f"{type(precision).__module__.partition('.plugins.')[0]}.utilities.model_helpers")
     if engine is None or not helpers.is_overridden("backward", model):
         method(precision, tensor, model, optimizer, *args, **kwargs)
         return
     divides = kwargs.pop("scale_wrt_gas", True)
     model.backward(engine.scale(tensor if divides else tensor * engine.gradient_accumulation_steps()), *args, **kwargs)
+
+
+def grad_norm(function: Callable[..., dict[str, Any]], module: Any, norm_type: Any, group_separator: str = "/") -> dict[str, Any]:
+    """Replace ``lightning.pytorch.utilities.grad_norm``, which finds no sharded gradient: use those that wait; collective then.
+
+    Returns:
+        The norm of each gradient, averaged over ranks and without loss scale, and the norm of all, as Lightning's function does.
+    """
+    names, params = zip(*module.named_parameters(), strict=True) if any(True for _ in module.parameters()) else ((), ())
+    own = gradients_of(params)
+    hidden = [param.requires_grad and (grad is None or is_part(param)) for param, grad in zip(params, own, strict=True)]
+    order = float(norm_type)
+    if order <= 0 or not any(hidden):
+        return function(module, norm_type, group_separator)
+    grads = [safe_get_full_grad(param) if hides else grad for param, grad, hides in zip(params, own, hidden, strict=True)]
+    found = {name: grad.norm(order) for name, grad in zip(names, grads, strict=True) if grad is not None}
+    norms: dict[str, Any] = {f"grad_{order}_norm{group_separator}{name}": norm for name, norm in found.items()}
+    if norms:
+        norms[f"grad_{order}_norm_total"] = torch.tensor(list(norms.values())).norm(order)
+    return norms

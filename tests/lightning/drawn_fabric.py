@@ -222,9 +222,7 @@ class Loop:
         if run["reads"] == "norms":
             self.seen["read"].append({name: float(value.norm()) for name, value in parts.weights_of(self.plain).items()})
         if run["reads"] == "state":
-            self.seen["read"].append(
-                {name: float(value.float().norm()) for name, value in self.model.state_dict().items() if "running" not in name}
-            )
+            self.seen["read"].append({name: float(value.float().norm()) for name, value in self.model.state_dict().items()})
 
     def _evaluate(self) -> None:
         kind, found = self.run["eval"], torch.zeros(())
@@ -283,5 +281,5 @@ def result_of(run: Drawn, folder: Path, sharded: bool) -> dict[str, Any]:
         path = folder / f"weights{loop.fabric.global_rank}.pt"
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(loop.model.state_dict(), path)
-        found["saved"] = {name: value for name, value in torch.load(path).items() if "running" not in name}
+        found["saved"] = {name: value for name, value in torch.load(path).items()}
     return found

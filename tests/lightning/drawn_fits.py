@@ -162,7 +162,7 @@ class Module(lightning.LightningModule):
         if run["reads"] == "norms":
             self.seen["read"].append({name: float(value.norm()) for name, value in parts.weights_of(self.net).items()})
         if run["reads"] == "state":
-            state = {name: value for name, value in self.state_dict().items() if "running" not in name}
+            state = {name: value for name, value in self.state_dict().items()}
             self.seen["read"].append({name: float(value.float().norm()) for name, value in state.items()})
 
 

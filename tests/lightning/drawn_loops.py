@@ -17,7 +17,7 @@ import torch
 from tests.lightning import drawn_fabric
 from tests.lightning.drawn_options import Drawn, changed, draw, each, full
 from tests.support import ranks
-from tests.trainer.drawn_runs import differences, errors_of, outcome_of, report
+from tests.trainer.drawn_runs import REFUSED, differences, errors_of, outcome_of, report
 
 KINDS = ("fabric", "trainer")
 REFUSALS = (  # Lightning's own, which name the cause
@@ -28,6 +28,7 @@ REFUSALS = (  # Lightning's own, which name the cause
     "does not support `accumulate_grad_batches` changing between epochs",
     "The Finetuning callback does not support running with the DeepSpeed strategy",
 )
+EXPLAINED = ("both raise", *REFUSED)
 
 
 def judged(run: Drawn, plain: Any, zero: Any) -> list[str]:

@@ -14,7 +14,6 @@ COMMON: dict[str, list[Any]] = {
     "optimizer": ["adamw", "sgd", "groups", "adagrad", "two"],
     "accumulation": [1, 2, 3],
     "scheduler": [None, "step", "epoch", "plateau"],
-    "norm": [None, "batch"],
     "dropout": [False, True],
     "rows": [24, 22, 13],
     "epochs": [2, 1, 3],
@@ -81,12 +80,6 @@ def made_valid(run: Drawn) -> Drawn:
         run["resume"] = None
     if run["reads"] == "gradients" and run["kind"] == "trainer":
         run["hook"] = "before step"
-    if run["norm"] == "batch":  # statistics of each rank are its own, and coarse in 16 bits
-        for name in ("eval", "validation", "after", "callback"):
-            if name in run:
-                run[name] = None
-        run["scheduler"] = None if run["scheduler"] == "plateau" else run["scheduler"]
-        run["precision"] = "32-true"
     if run["resume"]:
         run["change"] = None
         run["epochs"] = max(run["epochs"], 2)
@@ -101,8 +94,12 @@ def _valid_loop(run: Drawn) -> Drawn:
         run["accumulation"], run["pattern"], run["skips"], run["clip"] = 1, "no_sync", None, None
     if run["setup"] == "with scheduler":
         run["scheduler"] = run["scheduler"] or "step"
+    if run["second"] == "teacher" and run["precision"] == "bf16-true":
+        run["precision"] = "bf16-mixed"  # DDP refuses a model without trained parameters
+    if run["second"] and run["clip"] == "config":
+        run["clip"] = None
     if run["second"]:
-        run["norm"], run["resume"], run["skips"] = None, None, None
+        run["resume"], run["skips"] = None, None
         run["call"] = "forward"
     if run["pattern"] == "config":
         run["skips"], run["zero"] = None, "after"
@@ -124,6 +121,8 @@ def _valid_fit(run: Drawn) -> Drawn:
             run["hook"] = None
     if run["callback"] in ("early", "best") or run["scheduler"] == "plateau":
         run["validation"] = run["validation"] or "epoch"
+    if run["json"] and run["callback"] == "monitor":
+        run["callback"] = None  # its entries have the name of the optimizer's class
     if run["callback"] == "accumulation":
         run["accumulation"] = 1
     if run["loader"] == "iterable":

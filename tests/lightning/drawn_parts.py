@@ -17,11 +17,11 @@ WIDTH, CLASSES, BATCH = 8, 4, 2
 class Network(nn.Module):
     """A small network, one of whose parameters belongs to no layer."""
 
-    def __init__(self, norm: str | None = None, dropout: bool = False, seed: int = 11) -> None:
+    def __init__(self, dropout: bool = False, seed: int = 11) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.first = nn.Linear(6, WIDTH, bias=norm != "batch")  # its gradient would be rounding noise
-        self.norm: nn.Module = nn.BatchNorm1d(WIDTH) if norm == "batch" else nn.LayerNorm(WIDTH)
+        self.first = nn.Linear(6, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
         self.hidden = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
         self.scale = nn.Parameter(torch.ones(WIDTH))
         self.dropout = nn.Dropout(0.2 if dropout else 0.0)
@@ -43,7 +43,7 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def network_of(run: Drawn, seed: int = 11) -> Network:
-    return Network(run["norm"], run["dropout"], seed)
+    return Network(run["dropout"], seed)
 
 
 def freeze(run: Drawn, model: Network, sharded: bool, wrapped: bool) -> None:
@@ -103,7 +103,6 @@ def rows_of(count: int, seed: int) -> TensorDataset:
 
 def loader_of(count: int, seed: int, train: bool = True, iterable: bool = False, rank: int = 0) -> DataLoader[Any]:
     rows: Any = rows_of(count, seed)
-    # A batch of one row is an error of batch norm.
     return DataLoader(Rows(rows, rank) if iterable else rows, batch_size=BATCH, shuffle=train and not iterable, drop_last=train)
 
 
