@@ -144,7 +144,7 @@ class ZeroStrategy(_ZeroArguments, _Trainer):
         if not self.lightning_module.automatic_optimization:  # each step() of the module updates, in ``toggle_model(sync_grad=False)`` too
             return
         if isinstance(engine, ConfiguredEngine) and engine.stepper is not None and engine.accumulation.managed:
-            engine.set_gradient_accumulation_boundary(is_boundary)
+            engine.accumulation.say(is_boundary)
 
     def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Run Lightning's backward without dividing the loss by ``accumulate_grad_batches``: Lightning has divided it already."""

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from hf_zero.core.units.marks import is_part
 from hf_zero.core.units.sharded_parameter import gradients_of
+from hf_zero.core.units.unit import find_unit
 from hf_zero.deepspeed.configured import ConfiguredEngine
 from hf_zero.deepspeed.optimizer import DeepSpeedOptimizer
 from hf_zero.deepspeed.safe_values import safe_get_full_grad
@@ -136,14 +136,13 @@ def grad_norm(function: Callable[..., dict[str, Any]], module: Any, norm_type: A
     Returns:
         The norm of each gradient, averaged over ranks and without loss scale, and the norm of all, as Lightning's function does.
     """
-    names, params = zip(*module.named_parameters(), strict=True) if any(True for _ in module.parameters()) else ((), ())
-    own = gradients_of(params)
-    hidden = [param.requires_grad and (grad is None or is_part(param)) for param, grad in zip(params, own, strict=True)]
-    order = float(norm_type)
-    if order <= 0 or not any(hidden):
+    params, order = dict(module.named_parameters()), float(norm_type)
+    if order <= 0 or all(find_unit(param) is None for param in params.values()):
         return function(module, norm_type, group_separator)
-    grads = [safe_get_full_grad(param) if hides else grad for param, grad, hides in zip(params, own, hidden, strict=True)]
-    found = {name: grad.norm(order) for name, grad in zip(names, grads, strict=True) if grad is not None}
+    own = gradients_of(params.values())  # of parameters that begin to train, this rank's
+    whole = [safe_get_full_grad(param) if param.requires_grad else None for param in params.values()]
+    grads = [mean if mean is not None else grad for mean, grad in zip(whole, own, strict=True)]
+    found = {name: grad.norm(order) for name, grad in zip(params, grads, strict=True) if grad is not None}
     norms: dict[str, Any] = {f"grad_{order}_norm{group_separator}{name}": norm for name, norm in found.items()}
     if norms:
         norms[f"grad_{order}_norm_total"] = torch.tensor(list(norms.values())).norm(order)

@@ -162,8 +162,7 @@ class Module(lightning.LightningModule):
         if run["reads"] == "norms":
             self.seen["read"].append({name: float(value.norm()) for name, value in parts.weights_of(self.net).items()})
         if run["reads"] == "state":
-            state = {name: value for name, value in self.state_dict().items()}
-            self.seen["read"].append({name: float(value.float().norm()) for name, value in state.items()})
+            self.seen["read"].append({name: float(value.float().norm()) for name, value in self.state_dict().items()})
 
 
 def _optimizer_step(self: Any, epoch: int, index: int, optimizer: Any, closure: Any = None) -> None:

@@ -61,6 +61,8 @@ def draw(random_: random.Random, kind: str) -> Drawn:
     run["stage"] = random_.choice([3, 3, 2, 1, 0])
     for name in random_.sample(sorted(set(options) - {"stage"}), random_.randint(3, 8)):
         run[name] = random_.choice(options[name][1:])
+    if kind == "fabric" and run["setup"] == "with scheduler":
+        run["scheduler"] = "step"  # per epoch it is an error
     return made_valid(run)
 
 
@@ -90,6 +92,8 @@ def made_valid(run: Drawn) -> Drawn:
 def _valid_loop(run: Drawn) -> Drawn:
     if run["accumulation"] == 1:
         run["pattern"] = "no_sync"
+    if run["clip"] == "config":
+        run["skips"] = None  # the loop of DDP clips where it does not step
     if run["call"] == "closure":
         run["accumulation"], run["pattern"], run["skips"], run["clip"] = 1, "no_sync", None, None
     if run["setup"] == "with scheduler":
@@ -134,6 +138,7 @@ def _valid_fit(run: Drawn) -> Drawn:
         run["callback"] = None
     if run["after"] == "twice":
         run["resume"] = None
+        run["frozen"] = "first" if run["frozen"] == "unfreezes" else run["frozen"]
     return run
 
 
