@@ -202,7 +202,7 @@ class FabricZeroStrategy(_ZeroArguments, _Fabric):
         return found
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Step the engine, and note that it does."""
+        """Call the engine's ``step``, and note that it runs."""
         self._stepping = True
         try:
             return super().optimizer_step(optimizer, **kwargs)
