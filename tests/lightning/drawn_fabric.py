@@ -158,6 +158,8 @@ class Loop:
         for optimizer in self.optimizers:
             optimizer.step(closure)
             self._record(closure())
+        if self.run["scheduler"] == "step" and self.scheduler is not None:
+            self.scheduler.step()
 
     def _second_step(self, rows: Tensor, labels: Tensor, place: str) -> None:
         kind = self.run["second"]
