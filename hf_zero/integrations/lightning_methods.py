@@ -1,4 +1,4 @@
-"""Replace methods of Lightning's Trainer: signals to its ranks, and gradients that a module clips by itself.
+"""Replace methods of Lightning's Trainer: signals to its ranks, a module's own backward, and gradients that it clips or logs.
 
 Lightning's handler of SIGTERM issues a broadcast, and its handler of Slurm's signal saves a checkpoint. Both interrupt the rank at an
 arbitrary point, so the collectives of different ranks would not match. Here the signal is only recorded, and the ranks vote at the next
@@ -8,6 +8,7 @@ optimizer step. After the batch at whose step they agree to end, Lightning's che
 
 from __future__ import annotations
 
+import importlib
 import signal
 import weakref
 from collections.abc import Callable
@@ -15,9 +16,12 @@ from typing import Any
 
 import torch
 
+from hf_zero.core.units.sharded_parameter import gradients_of
+from hf_zero.core.units.unit import find_unit
 from hf_zero.deepspeed.configured import ConfiguredEngine
 from hf_zero.deepspeed.optimizer import DeepSpeedOptimizer
-from hf_zero.errors import UnsupportedError
+from hf_zero.deepspeed.safe_values import safe_get_full_grad
+from hf_zero.integrations import fabric_methods
 from hf_zero.integrations.preemption import end_preempted
 from hf_zero.system import signals
 
@@ -94,13 +98,10 @@ def on_advance_end(function: Callable[..., Any], loop: Any, *args: Any, **kwargs
 
 
 def clip_gradients(method: Callable[..., Any], precision: Any, optimizer: Any, clip_val: float = 0.0, algorithm: Any = "norm") -> None:
-    """Replace ``DeepSpeedPrecision.clip_gradients``, which does nothing: clip to ``clip_val`` unless the engine's step does; collective.
+    """Replace ``DeepSpeedPrecision.clip_gradients``, which does nothing: clip by norm, unless the step does, or by value; collective.
 
     Lightning calls it from ``LightningModule.clip_gradients`` (manual optimization, ``configure_gradient_clipping``). A number of the
     Trainer is the engine's ``gradient_clipping`` already. In the middle of an accumulation there is nothing to clip yet.
-
-    Raises:
-        UnsupportedError: Gradients are to be clipped by value.
     """
     held: Any = optimizer if isinstance(optimizer, DeepSpeedOptimizer) else getattr(optimizer, "optimizer", None)
     engine = held._engine() if isinstance(held, DeepSpeedOptimizer) else None
@@ -109,10 +110,40 @@ def clip_gradients(method: Callable[..., Any], precision: Any, optimizer: Any, c
         return
     if not clip_val or clip_val <= 0:
         return
-    if str(getattr(algorithm, "value", algorithm)) != "norm":
-        raise UnsupportedError(
-            f"clip_gradients(gradient_clip_algorithm={str(getattr(algorithm, 'value', algorithm))!r}) is not supported: gradients are "
-            'sharded, and the engine clips by their norm. Use "norm"'
-        )
-    if clip_val != engine.gradient_clipping() and engine.accumulation.awaits_update:
-        torch.nn.utils.clip_grad_norm_([tensor for group in held.param_groups for tensor in group["params"]], clip_val)
+    kind = str(getattr(algorithm, "value", algorithm))
+    if engine.accumulation.awaits_update and (kind == "value" or clip_val != engine.gradient_clipping()):
+        fabric_methods.clip(engine, clip_val, None if kind == "value" else 2.0)
+
+
+def backward(method: Callable[..., None], precision: Any, tensor: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+    """Replace ``DeepSpeedPrecision.backward``, which leaves out the ``backward`` that a module overrides: call it.
+
+    It gets the loss times the loss scale, as in other 16-bit precisions. Its ``loss.backward()`` is a micro-step, which the engine divides
+    by ``gradient_accumulation_steps``; where Lightning has divided already (``scale_wrt_gas=False``), the loss is multiplied by it.
+    """
+    engine: Any = _engine_of(model.trainer)
+    helpers = importlib.import_module(f"{type(precision).__module__.partition('.plugins.')[0]}.utilities.model_helpers")
+    if engine is None or not helpers.is_overridden("backward", model):
+        method(precision, tensor, model, optimizer, *args, **kwargs)
+        return
+    divides = kwargs.pop("scale_wrt_gas", True)
+    model.backward(engine.scale(tensor if divides else tensor * engine.gradient_accumulation_steps()), *args, **kwargs)
+
+
+def grad_norm(function: Callable[..., dict[str, Any]], module: Any, norm_type: Any, group_separator: str = "/") -> dict[str, Any]:
+    """Replace ``lightning.pytorch.utilities.grad_norm``, which finds no sharded gradient: use those that wait; collective then.
+
+    Returns:
+        The norm of each gradient, averaged over ranks and without loss scale, and the norm of all, as Lightning's function does.
+    """
+    params, order = dict(module.named_parameters()), float(norm_type)
+    if order <= 0 or all(find_unit(param) is None for param in params.values()):
+        return function(module, norm_type, group_separator)
+    own = gradients_of(params.values())  # of parameters that begin to train, this rank's
+    whole = [safe_get_full_grad(param) if param.requires_grad else None for param in params.values()]
+    grads = [mean if mean is not None else grad for mean, grad in zip(whole, own, strict=True)]
+    found = {name: grad.norm(order) for name, grad in zip(params, grads, strict=True) if grad is not None}
+    norms: dict[str, Any] = {f"grad_{order}_norm{group_separator}{name}": norm for name, norm in found.items()}
+    if norms:
+        norms[f"grad_{order}_norm_total"] = torch.tensor(list(norms.values())).norm(order)
+    return norms

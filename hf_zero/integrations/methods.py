@@ -409,6 +409,27 @@ LIGHTNING_CLIPPING = _of_lightning(
     "clip_gradients",
     loss="clip_gradients() of a LightningModule does nothing",
 )
+LIGHTNING_BACKWARD = _of_lightning(
+    "plugins.precision.deepspeed",
+    "DeepSpeedPrecision.backward",
+    "backward",
+    loss="the backward() that a LightningModule overrides is not called",
+)
+LIGHTNING_NORMS = tuple(  # the package has the function under its own name, and may be imported before hf_zero wraps anything
+    method
+    for module in ("utilities.grads", "utilities")
+    for method in _of_lightning(module, "grad_norm", "grad_norm", loss="grad_norm() of Lightning finds no gradients at stages 1 to 3")
+)
+FABRIC_STEPS = tuple(
+    Method(
+        f"{package}.wrappers",
+        "_FabricOptimizer.step",
+        "with several models of one Fabric, optimizer.step() steps the model of the last backward",
+        around="hf_zero.integrations.fabric_methods:step",
+        since=(2,),
+    )
+    for package in ("lightning.fabric", "lightning_fabric")
+)
 # In the modules that use it: they may be imported before hf_zero wraps anything.
 HASHES = tuple(
     Method(
@@ -424,7 +445,8 @@ HASHES = tuple(
 METHODS = (
     NO_SYNC, STATE, ACCELERATOR_STATE, PLUGIN, INIT_SWITCH, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, STATE_DICT, SAVE_STATE, TRAIN,
     LOG, EVALUATE, BUILD, BUILD_FOR_LOAD, MISSING_KEYS, TIE, SAVE_MODEL, LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES, TOKENS,
-    STEP_END, SAVE_CHECKPOINT, JIT, LIGHTNING_SAVE, OLD_LIGHTNING_SAVE, *LIGHTNING_FITS, *LIGHTNING_SIGNALS, *LIGHTNING_CLIPPING, SAYS,
+    STEP_END, SAVE_CHECKPOINT, JIT, LIGHTNING_SAVE, OLD_LIGHTNING_SAVE, *LIGHTNING_FITS, *LIGHTNING_SIGNALS, *LIGHTNING_CLIPPING,
+    *LIGHTNING_BACKWARD, *LIGHTNING_NORMS, *FABRIC_STEPS, SAYS,
     BACKWARD, BACKWARD_OF_SEVERAL, PREPARE_ONE, PREPARE_MODEL, STEP, ZERO_GRAD, NORM, CLIP, OPERATIONS, MESHES,
     FILL, PROCESS, OPTIMIZERS, FILL_SHARDED, CONFIGURATION, ARGUMENTS, AGENT, CONTEXT_SIZE, PREPARE_CP, CONTEXT, CONTEXT_INPUTS,
     PARALLELISM, RECURRENT, ACCELERATOR, CPU_OPTIMIZER, INPUTS, LABELS, LOSS, RESIZE, BEST, *HASHES, *COUNTS, *FILES,

@@ -72,7 +72,6 @@ def fit(folder: str, strategy: Any, manual: bool, algorithm: str = "norm", accum
 
 
 def check_clipping(folder: str) -> None:
-    from hf_zero.errors import UnsupportedError
     from hf_zero.integrations import ZeroStrategy
 
     for manual, accumulation in ((True, 1), (False, 1), (False, 2)):
@@ -80,8 +79,9 @@ def check_clipping(folder: str) -> None:
         for stage in (0, 2, 3):
             found = fit(folder, ZeroStrategy(stage=stage), manual, accumulation=accumulation)
             assert found == pytest.approx(expected, rel=1e-5), f"manual {manual}, accumulation {accumulation}, stage {stage}"
-    with pytest.raises(UnsupportedError, match="clips by their norm"):
-        fit(folder, ZeroStrategy(stage=2), True, "value")
+        expected = fit(folder, "ddp", manual, "value", accumulation)
+        found = fit(folder, ZeroStrategy(stage=2), manual, "value", accumulation)
+        assert found == pytest.approx(expected, rel=1e-5), f"by value, manual {manual}, accumulation {accumulation}"
 
 
 def test_clipping_of_the_module_is_that_of_ddp(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from torch import nn
 from tests.support import ranks, trainers
 from tests.trainer.drawn_options import ARGUMENTS, AXES, KEYS, Drawn, changed, draw, full
 
-_REFUSED = tuple(f"ONE RAISES: ZeRO: {name}" for name in ("StateError", "ConfigError", "UnsupportedError"))
+REFUSED = tuple(f"ONE RAISES: ZeRO: {name}" for name in ("StateError", "ConfigError", "UnsupportedError"))
 OPTIMIZER = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
 
 # -- one run -----------------------------------------------------------------------------------------------------------
@@ -378,7 +378,7 @@ def report(runs: list[Drawn], lines_of: Callable[[Drawn, Path, Path], list[str]]
                 except AssertionError as error:
                     lines = [f"FAILED: {str(error)[-600:]}"]
             word = "ok" if not lines else "raises" if lines[0].startswith("both raise") else "DIFFERS"
-            word = "refused" if lines and lines[0].startswith(_REFUSED) else word
+            word = "refused" if lines and lines[0].startswith(REFUSED) else word
             print(f"[{index}] {word} {time.monotonic() - start:.0f} s {changed(run)}", flush=True)
             for line in lines[:6]:
                 print(f"      {line}", flush=True)

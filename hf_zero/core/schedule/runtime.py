@@ -28,14 +28,20 @@ from hf_zero.core.schedule.forward_hooks import RAISED, ForwardHooks
 from hf_zero.core.schedule.outside_reads import OutsideReads
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.schedule import ForwardPhase, UnshardSchedule
-from hf_zero.core.schedule.torch_internals import around_clipping, before_zero_grad, compiled_call, in_backward, is_compiled_wrapper
+from hf_zero.core.schedule.script_clipping import clip_by_norm, clip_by_value
+from hf_zero.core.schedule.torch_internals import (
+    around_clipping,
+    around_clipping_by_value,
+    before_zero_grad,
+    compiled_call,
+    in_backward,
+    is_compiled_wrapper,
+)
 from hf_zero.core.units.divided import PartsInLoss
 from hf_zero.core.units.guards import unguard_unprepared
-from hf_zero.core.units.marks import is_part
 from hf_zero.core.units.registration import make_picklable, remove_pickling
-from hf_zero.core.units.sharded_parameter import gradients_of
 from hf_zero.core.units.unit import Unit, find_unit
-from hf_zero.errors import StateError, UnsupportedError
+from hf_zero.errors import StateError
 
 _FEWEST_BLOCKS = 3  # two stay on the device
 _top: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # not in every version of torch
@@ -149,7 +155,8 @@ class Runtime:
         backward: Actions of the hooks in backward.
         saved: Hooks of what functions save for backward.
         on_zero_grad: Called with parameters whose gradients a script clears; returns the ids of those whose ``grad`` stays.
-        on_clip: Called with parameters without ``grad`` whose gradients a script clips, the largest norm and its order; returns the norm
+        on_clip: Called with parameters without ``grad`` whose gradients a script clips, the largest norm and its order, or the largest
+            value and None; returns the norm
             before, or None if no gradients wait.
         updated: Returns the param groups, by id, of the tensors that the engine's optimizer holds in place of parameters.
         on_forward: Called when a forward of the module begins outside of a backward.
@@ -181,7 +188,7 @@ class Runtime:
         self._parts = PartsInLoss(module)
         self.backward = BackwardPhase(root, blocks, schedule, reducer, self.forward.stack, self._parts)
         self.on_zero_grad: WeakMethod[Callable[[Sequence[nn.Parameter]], frozenset[int]]] | None = None
-        self.on_clip: Callable[[Sequence[torch.Tensor], float, float], torch.Tensor | None] | None = None
+        self.on_clip: Callable[[Sequence[torch.Tensor], float, float | None], torch.Tensor | None] | None = None
         self.updated: WeakMethod[Callable[[], dict[int, int]]] | None = None
         self.on_forward: Callable[[], None] | None = None
         self.draws: Draws | None = None
@@ -207,7 +214,8 @@ class Runtime:
         make_picklable(self.module)
         _attached.add(self)
         before_zero_grad(_clear)
-        around_clipping(_clip)
+        around_clipping(partial(clip_by_norm, _attached))
+        around_clipping_by_value(partial(clip_by_value, _attached))
         if self.schedule is not None:
             self._outside_reads.attach(self.enter, self.leave)
         else:
@@ -416,37 +424,6 @@ def _clear(params: Sequence[nn.Parameter]) -> set[int]:
         if clear is not None and any(id(param) in given for param in runtime.module.parameters()):
             kept |= clear(params)
     return kept
-
-
-def _clip(params: list[torch.Tensor], max_norm: float, norm_type: float, total_norm: torch.Tensor) -> bool:
-    """Let the engine that trains ``params`` clip their sharded gradients, and write their norm to ``total_norm``; collective then.
-
-    Returns:
-        Whether an engine has clipped them; otherwise torch does.
-
-    Raises:
-        UnsupportedError: Gradients of other parameters are to be clipped by the same norm.
-    """
-    own_grads = dict(zip(map(id, params), gradients_of(params), strict=True))
-    # torch's norm of visible gradients would leave out parts of them that other ranks have.
-    hidden = {id(param) for param in params if own_grads[id(param)] is None or is_part(param)}
-    for runtime in list(_attached) if hidden else ():
-        updated = runtime.updated() if runtime.updated is not None else None
-        own = {id(param) for param in runtime.module.parameters() if param.requires_grad}
-        own.update(updated() if updated is not None else ())
-        if runtime.on_clip is None or own.isdisjoint(hidden):
-            continue
-        norm = runtime.on_clip(params, max_norm, norm_type)
-        if norm is None:
-            continue
-        if any(grad is not None and key not in own for key, grad in own_grads.items()):
-            raise UnsupportedError(
-                "torch.nn.utils.clip_grad_norm_ was given parameters of an engine that shards their gradients together with others: clip "
-                "each by itself"
-            )
-        total_norm.data = norm.to(total_norm.device, total_norm.dtype)
-        return True
-    return False
 
 
 def _below_compiled(module: nn.Module) -> set[int]:

@@ -242,6 +242,32 @@ def around_clipping(function: Callable[[list[torch.Tensor], float, float, torch.
             cell.cell_contents = _asking_torch(inner)
 
 
+def around_clipping_by_value(function: Callable[[list[torch.Tensor], float], list[torch.Tensor]]) -> None:
+    """Call ``function`` before ``torch.nn.utils.clip_grad_value_`` clips, whichever name a script has imported it by.
+
+    torch has no hook for this. A second call has no effect.
+
+    Args:
+        function: Called with the parameters and the largest absolute value; returns the parameters whose gradients torch has to clip.
+    """
+    for cell in getattr(clip_grad.clip_grad_value_, "__closure__", None) or ():
+        inner = cell.cell_contents
+        if getattr(inner, "__name__", "") == "clip_grad_value_" and not hasattr(inner, "__wrapped__"):
+            cell.cell_contents = _clipping_hidden(inner, function)
+
+
+def _clipping_hidden(clip: Callable[..., None], function: Callable[..., list[torch.Tensor]]) -> Callable[..., None]:
+    @wraps(clip)
+    def call(parameters: Any, clip_value: float, *args: Any, **kwargs: Any) -> None:
+        params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        left = function(params, float(clip_value))
+        if left or not params:
+            with as_torch_has_it():
+                clip(left, clip_value, *args, **kwargs)
+
+    return call
+
+
 def _asking_torch(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``function``, which finds gradients as torch has them: it only asks which are there."""
 

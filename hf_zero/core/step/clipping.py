@@ -1,10 +1,11 @@
-"""Clip gradients that wait for ``step`` when a script calls ``torch.nn.utils.clip_grad_norm_``, although they are sharded."""
+"""Clip gradients that wait for ``step`` when a script calls ``torch.nn.utils.clip_grad_norm_`` or ``clip_grad_value_``, although they
+are sharded.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import ref
 
 import torch
 
@@ -15,8 +16,10 @@ from hf_zero.core.units.unit import Unit, trained_of
 from hf_zero.errors import StateError, UnsupportedError
 
 
-def clip_waiting(engine_of: ref[Any], params: Sequence[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor | None:
-    """Scale the waiting gradients of ``params`` as ``torch.nn.utils.clip_grad_norm_`` does with ``param.grad``; collective.
+def clip_waiting(
+    engine_of: Callable[[], Any], params: Sequence[torch.Tensor] | None, limit: float, norm_type: float | None
+) -> torch.Tensor | None:
+    """Clip the waiting gradients of ``params`` as ``torch.nn.utils.clip_grad_norm_`` or ``clip_grad_value_`` does; collective.
 
     [Note: a script's clipping] Where gradients are sharded, ``param.grad`` is None, torch finds nothing to clip and says nothing. So its
     function is told to clip the reduced gradients instead. Every rank calls it, as every rank calls it under DistributedDataParallel. A
@@ -24,9 +27,10 @@ def clip_waiting(engine_of: ref[Any], params: Sequence[torch.Tensor], max_norm: 
 
     Args:
         engine_of: Refers to the engine that trains the parameters.
-        params: Parameters, or the tensors that the engine's optimizer holds in their place.
-        max_norm: Largest norm.
-        norm_type: Order of the norm.
+        params: Parameters, or the tensors that the engine's optimizer holds in their place; None for all that it trains, those included
+            that it begins to train with the coming step.
+        limit: Largest norm, or largest absolute value.
+        norm_type: Order of the norm; None clips by value.
 
     Returns:
         The norm before clipping, 0-dim, without loss scale; None if no gradients wait.
@@ -38,36 +42,43 @@ def clip_waiting(engine_of: ref[Any], params: Sequence[torch.Tensor], max_norm: 
     engine = engine_of()
     if engine is None or engine.stepper is None or not engine.accumulation.in_window:
         return None
+    name = "clip_grad_value_" if norm_type is None else "clip_grad_norm_"
     if not engine.accumulation.awaits_update:
         raise StateError(
-            "torch.nn.utils.clip_grad_norm_ was called in the middle of a gradient accumulation, whose gradients are sharded: call it only "
-            "after the backward that completes the optimizer step, or set gradient_clipping in the configuration"
+            f"torch.nn.utils.{name} was called in the middle of a gradient accumulation, whose gradients are sharded: call it only "
+            "after the backward that completes the optimizer step"
         )
-    if norm_type != 2:
+    if norm_type is not None and norm_type != 2:
         raise UnsupportedError(
             f"torch.nn.utils.clip_grad_norm_(norm_type={norm_type:g}) of sharded gradients is not supported: the engine computes the "
             "2-norm. Remove norm_type, or use stage 0"
         )
-    return _clip(engine.stepper, {id(param) for param in params}, max_norm)
+    given = None if params is None else {id(param) for param in params}
+    return _clip(engine.stepper, given, limit, norm_type is None, name)
 
 
-def _clip(stepper: Stepper, given: set[int], max_norm: float) -> torch.Tensor:
-    """Scale the gradients of the tensors with the ids ``given``; return their norm before. Collective."""
+def _clip(stepper: Stepper, given: set[int] | None, limit: float, by_value: bool, name: str) -> torch.Tensor:
+    """Clip the gradients of the tensors with the ids ``given``, or all if None; return the norm before. Collective."""
     stepper.reducer.shown.reads.forget_read()
     total, shards, units = stepper.measure(), stepper.reduced(), trained_of(stepper.optimizer.units)
     segments, norm, pieces = stepper.optimizer.group_of_tensors().keys(), total, list(shards)
-    if given.isdisjoint(segments):
+    if given is not None and given.isdisjoint(segments):
         chosen = [_positions(unit, given) for unit in units]
         if any(len(found) < sum(bool(slot.numel) for slot in unit.layout.slots) for unit, found in zip(units, chosen, strict=True)):
             parts = zip(units, shards, chosen, strict=True)
             pieces = [unit.shard_part(index, shard) for unit, shard, found in parts for index in found]
-            norm = stepper.norm_of_pieces(pieces) / stepper.scaler.scale
-    elif not segments <= given or type(stepper.optimizer).group_of_tensors is not ShardedOptimizer.group_of_tensors:
+            norm = total if by_value else stepper.norm_of_pieces(pieces) / stepper.scaler.scale
+    elif given is not None and (not segments <= given or type(stepper.optimizer).group_of_tensors is not ShardedOptimizer.group_of_tensors):
         raise UnsupportedError(
-            "torch.nn.utils.clip_grad_norm_ was given some of the tensors in optimizer.param_groups, which are flat parts of this rank's "
+            f"torch.nn.utils.{name} was given some of the tensors in optimizer.param_groups, which are flat parts of this rank's "
             "shards: pass parameters of the model, or the tensors of all groups"
         )
-    factor = torch.clamp(max_norm / (norm + EPSILON), max=1.0)
+    if by_value:
+        limit *= float(stepper.scaler.scale)
+        for piece in pieces:
+            piece.clamp_(-limit, limit)
+        return norm
+    factor = torch.clamp(limit / (norm + EPSILON), max=1.0)
     for piece in pieces:
         piece.mul_(factor.to(piece.device, piece.dtype))
     return norm
