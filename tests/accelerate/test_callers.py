@@ -134,6 +134,7 @@ def test_a_renamed_method_is_named_at_once_and_saves_are_no_longer_in_the_backgr
 
 def test_what_would_count_samples_twice_is_an_error(library: Any, warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     class Accelerator:
+        def __init__(self) -> None: ...
         def prepare(self) -> None: ...
         def _prepare_tp(self) -> None: ...
         def no_sync(self) -> None: ...
@@ -147,7 +148,10 @@ def test_what_would_count_samples_twice_is_an_error(library: Any, warnings: list
         def maybe_context_parallel(self) -> None: ...
         def prepare_model(self) -> None: ...
 
-    others = {"_refuse_recurrent_layers_under_sequence_parallelism": lambda model: None}
+    others = {
+        "_refuse_recurrent_layers_under_sequence_parallelism": lambda model: None,
+        "map_pytorch_optim_to_deepspeed": lambda optimizer: None,
+    }
     monkeypatch.setitem(sys.modules, "accelerate.accelerator", library("accelerate.accelerator", Accelerator=Accelerator, **others))
     assert len(warnings) == 2 and "Accelerator.gather_for_metrics" in warnings[0] and "prepare_data_loader" in warnings[1]
     callers.require(methods.PREPARE, methods.GATHER)
