@@ -26,7 +26,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hf_zero.core.engine import Engine as CoreEngine
-from hf_zero.core.optimizer.sharded import ShardedOptimizer
+from hf_zero.core.optimizer.sharded import REPLACES, ShardedOptimizer
 from hf_zero.deepspeed.engine import Engine
 from hf_zero.deepspeed.requests import set_train_batch_size
 from hf_zero.errors import StateError, UnsupportedError
@@ -384,3 +384,15 @@ def _gradient_state() -> Any:
     from accelerate.state import GradientState
 
     return GradientState()
+
+
+def map_optimizer(method: Callable[..., Any], optimizer: Any) -> Any:
+    """Replace ``accelerate.accelerator.map_pytorch_optim_to_deepspeed``: remember whose place the new optimizer takes; local.
+
+    A scheduler of the script keeps the old optimizer. torch's schedulers warn that they were stepped before it unless it is marked as
+    stepped too.
+    """
+    found = method(optimizer)
+    if found is not optimizer:
+        setattr(found, REPLACES, optimizer)
+    return found

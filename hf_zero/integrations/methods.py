@@ -106,7 +106,7 @@ CPU_OPTIMIZER = Method(
     "accelerate.accelerator",
     "map_pytorch_optim_to_deepspeed",
     "with offload_optimizer a scheduler warns that it was stepped before the optimizer, although it was not",
-    around="hf_zero.integrations.cpu_optimizers:map_optimizer",
+    around="hf_zero.integrations.accumulate:map_optimizer",
 )
 LAUNCH = Method(
     "accelerate.commands.launch",
