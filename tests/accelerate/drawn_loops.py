@@ -382,6 +382,8 @@ def main() -> int:
     parser.add_argument("--run", help="options of one loop, as they were printed")
     parser.add_argument("--axes", nargs="+", choices=sorted(AXES), default=[None], help="what two ranks share")
     given = parser.parse_args()
+    if "sequence" in given.axes and given.ranks != 2:
+        parser.error("loops over slices are compared on 2 ranks: several groups take the batches in another order than DDP's ranks")
     random_ = random.Random(given.seed)
     runs = [full(eval(given.run))] if given.run else [draw(random_, given.axes[i % len(given.axes)]) for i in range(given.count)]  # noqa: S307
 
