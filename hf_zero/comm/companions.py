@@ -44,7 +44,7 @@ def comes_alone() -> bool:
         _joint, _of = 0, base
     store, world, key = dist.PrefixStore(hang_watch.KEY, base), dist.get_world_size(), f"joint/{_joint}"
     store.add(key, 1)
-    if hang_watch.current() is None:  # only this rank has destroyed its engine; others wait for it and cannot ask it
+    if hang_watch.current() is None:  # the store did not answer
         _joint += 1
         return False
     start, rounds = time.monotonic(), 0

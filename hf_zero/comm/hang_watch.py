@@ -68,9 +68,9 @@ class LongWaits:
             _current.start()
 
     def stop(self) -> None:
-        """End this request, and the thread if no other request needs it."""
-        if _current is not None and _current.owners.pop(self, None) is not None and not _current.owners:
-            _current.end()
+        """End this request. The thread goes on until the default group is destroyed: other ranks may ask where this one is."""
+        if _current is not None:
+            _current.owners.pop(self, None)
 
 
 @atexit.register
@@ -85,7 +85,7 @@ def current() -> HangWatch | None:
 
 
 def joint_store() -> dist.Store | None:
-    """Return the default group's store if a thread of this process answers over it, or did before its engines were destroyed; else None."""
+    """Return the default group's store if a thread of this process answers over it, or did; else None."""
     return _current.store if _current is not None and _current.store is default_store() else None
 
 
@@ -190,9 +190,9 @@ class HangWatch(threading.Thread):
             self.join(_CALLS_IN_SUCCESSION * _STORE_SECONDS if process else 1.0)
 
     def run(self) -> None:
-        """Poll until no object requests it, the default group is destroyed, or the store does not answer."""
+        """Poll until the default group is destroyed, or the store does not answer."""
         while not self._over.wait(_ANSWERS if self._question is not None else self._pause()):
-            if not self.owners or self._is_gone():
+            if self._is_gone():
                 break
             try:
                 self._look()

@@ -65,3 +65,16 @@ def _end_on_others(folder: Path) -> None:
 
 def test_a_rank_that_has_destroyed_its_group_will_not_come(tmp_path: Path) -> None:
     ranks.run_ranks(_end_on_others, 2, tmp_path)
+
+
+def _free_on_all() -> None:
+    engine, *_ = hf_zero.initialize(model=torch.nn.Linear(4, 4), config={"train_micro_batch_size_per_gpu": 1})
+    engine.destroy()
+    if dist.get_rank() == 0:
+        assert companions.comes_alone() is True
+    dist.barrier()
+
+
+def test_ranks_without_an_engine_can_still_be_asked() -> None:
+    """As after accelerate's `free_memory()`: rank 0 reloads a model, and the others wait at a barrier."""
+    ranks.run_ranks(_free_on_all, 2, ordered=False)
