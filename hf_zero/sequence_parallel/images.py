@@ -74,7 +74,7 @@ class DividedImages:
         divides = attention.sliced and not (attention.outside or attention.alone or attention.inside_whole or self._inside)
         if not divides or self._collectives.pretended or any(norm.training for norm in self._norms):
             return method(owner, *args, **kwargs)
-        given, others = _named(method, owner, args, kwargs)
+        given, others = _named(method, args, kwargs)
         parts = None if {**given, **others}.get("return_dict") is False else parts_of(given, self._collectives.world)
         if parts is None:
             return method(owner, *args, **kwargs)
@@ -222,18 +222,12 @@ def _length(value: Any) -> int | None:
     return len(value) if is_list else None
 
 
-def _named(
-    method: Callable[..., Any], owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def _named(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the arguments of a call by name: of images, in the order of the signature, and others, such as labels, that are passed on."""
-    signature = inspect.signature(method)
-    given = dict(signature.bind(owner, *args, **kwargs).arguments)
-    given.pop(next(iter(signature.parameters)))
-    others: dict[str, Any] = next(
-        (given.pop(name, {}) for name, value in signature.parameters.items() if value.kind is value.VAR_KEYWORD), {}
-    )
-    given.update({name: value for name, value in others.items() if is_medium(name)})
-    return given, {name: value for name, value in others.items() if name not in given}
+    names = list(inspect.signature(method).parameters)[1:]
+    passed = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = {name: passed.pop(name) for name in [*names, *filter(is_medium, kwargs)] if name in passed}
+    return given, passed
 
 
 # -- classes ----------------------------------------------------------------------------------------------------------

@@ -67,14 +67,12 @@ class WholeMasks:
         self._joined.clear()
 
     def _whole(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(function)
+        names = list(inspect.signature(function).parameters)
 
         def make(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs)
-            _require_plain(name, given.arguments)
-            for key, value in given.arguments.items():
-                given.arguments[key] = self._argument(name, key, value)
-            return function(*given.args, **given.kwargs)
+            given = {**dict(zip(names, args, strict=False)), **kwargs}  # an older name of an argument stays: the function renames it
+            _require_plain(name, given)
+            return function(**{key: self._argument(name, key, value) for key, value in given.items()})
 
         return make
 
@@ -146,12 +144,12 @@ class RowMasks(WholeMasks):
         return super()._argument(name, key, value)
 
     def _whole(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        make, signature = super()._whole(name, function), inspect.signature(function)
+        make, names = super()._whole(name, function), list(inspect.signature(function).parameters)
 
         def rows(*args: Any, **kwargs: Any) -> Any:
             from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as table
 
-            given = signature.bind(*args, **kwargs).arguments
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
             config: Any = given["config"]
             causal = "causal" in name and getattr(config, "is_causal", True) and all(given.get(key) is None for key in _BEYOND)
             implementation = config._attn_implementation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hf_zero.integrations.ulysses import UlyssesSPAttentionHF
 from hf_zero.sequence_parallel.batches import UlyssesSPDataLoaderAdapter
 from hf_zero.sequence_parallel.forward import bound_forwards
 from hf_zero.sequence_parallel.images import parts_of
+from hf_zero.sequence_parallel.masks import WholeMasks
 from tests.support import multimodal, ranks
 from tests.support.models import Batch
 from tests.support.sequences import loss_over_slices
@@ -111,6 +113,23 @@ def test_features_that_do_not_fit_together_are_one_error_on_all_ranks() -> None:
     assert "got from Padded.get_image_features" in first
     assert "[2] rows of [3, 4]" in first
     assert "[2] rows of [4, 4]" in first
+
+
+def test_arguments_of_masks_keep_older_names() -> None:
+    """transformers renames arguments in a decorator, which a model's own code may still call by the older name."""
+
+    def create(config: str, inputs_embeds: None, cache: str | None) -> tuple[str, str | None]:
+        return config, cache
+
+    @functools.wraps(create)
+    def renaming(*args: Any, **kwargs: Any) -> Any:
+        return create(*args, **{"cache" if name == "past_key_values" else name: value for name, value in kwargs.items()})
+
+    masks = WholeMasks.__new__(WholeMasks)
+    make = masks._whole("create_causal_mask", renaming)
+    assert make("c", None, past_key_values=None) == make("c", None, None) == make("c", inputs_embeds=None, cache=None) == ("c", None)
+    with pytest.raises(TypeError, match="cache"):
+        make("c", None)
 
 
 def test_parts_have_whole_images_and_about_the_same_number_of_rows() -> None:
