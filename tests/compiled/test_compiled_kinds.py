@@ -6,6 +6,7 @@ They have the numbers of uncompiled runs, bit for bit, no graph break inside of 
 from __future__ import annotations
 
 import itertools
+import re
 import shutil
 from pathlib import Path
 
@@ -87,7 +88,9 @@ def test_published_architectures() -> None:
     rows = saved()
     assert len(rows) >= 60 and not [row for row in rows if not (row.good or row.error)]
     page = PAGE.read_text(encoding="utf-8")
-    assert table(rows).splitlines()[1:] == (START + page.split(START)[1].split(STOP)[0] + STOP).splitlines()[1:]
+    both = table(rows), START + page.split(START)[1].split(STOP)[0] + STOP
+    mine, published = (re.sub(r"transformers \d\S*,", "transformers,", text).splitlines()[1:] for text in both)  # the installed version
+    assert mine == published
 
 
 @pytest.mark.slow  # `test_compiled_blocks.py` compiles a Llama in every way
