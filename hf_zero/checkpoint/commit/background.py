@@ -36,6 +36,14 @@ _ALIGNMENT_BYTES = 64
 _DESCRIBED_BYTES = 32  # bytes of data for each byte of a note
 
 
+def _is_complete(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
 @dataclass(frozen=True)
 class Written:
     """Report of a rank about the files it has written.
@@ -200,7 +208,10 @@ class Background:
                 name, failed = staging.note_of(rank), staging.failure_of(rank)
                 if name in present:
                     limit = LIMIT_BYTES + sum(present.values()) // _DESCRIBED_BYTES
-                    found[rank] = Written.from_json(task.target.take(name, limit), str(task.target.folder / name))
+                    text = task.target.take(name, limit)
+                    if not _is_complete(text):
+                        continue  # a store over files lists a file while it is being written
+                    found[rank] = Written.from_json(text, str(task.target.folder / name))
                     waiting.discard(rank)
                 elif failed in present:
                     raise _ToldByRank(f"{task.target.take(failed, SMALL_BYTES).strip()} (rank {rank})")
