@@ -4,9 +4,8 @@
 while the other ranks wait at its next barrier: then neither side continues. A rank cannot detect this from its own state. So ranks that
 reach the call count themselves in the store, and a rank that has waited for a moment asks where the others are, like a report of a long
 wait ([Note: long waits]). If another rank waits in a collective that this rank has not issued, in a group of both, that rank waits for this
-one; each would wait for the other, so the call belongs to this rank alone. The same holds if another rank has ended, or
-has destroyed the default group (accelerate's `end_training`). A rank that is
-computing may still come, and is asked again.
+one; each would wait for the other, so the call belongs to this rank alone. The same holds if another rank has ended, or has
+destroyed the default group (accelerate's `end_training`). A rank that is computing may still come, and is asked again.
 """
 
 from __future__ import annotations

@@ -61,9 +61,6 @@ class DividedImages:
             if _divided.get(owner) is self:
                 _divided.pop(owner)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DividedImages:
-        return self  # of no copy
-
     def encode(self, method: Callable[..., Any], owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of ``method`` for all images; collective inside a forward over slices.
 

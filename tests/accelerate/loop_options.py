@@ -54,6 +54,16 @@ def draw(random_: random.Random, axis: str | None = None) -> Drawn:
     return made_valid(run)
 
 
+def fit_offload(run: Drawn) -> None:
+    """Change stage and optimizer of ``run`` where its offload does not allow them."""
+    if run["offload"] == "both":
+        run["stage"] = 3
+    if run["offload"] and run["stage"] == 0:
+        run["stage"] = 2
+    if run["offload"] and run["optimizer"] == "adagrad":
+        run["optimizer"] = "adamw"
+
+
 def made_valid(run: Drawn) -> Drawn:
     """Change options that cannot go together, or mean nothing."""
     run = dict(run)
@@ -72,12 +82,7 @@ def made_valid(run: Drawn) -> Drawn:
         run["epochs"] = 2
     if run["pattern"] != "accumulate" and run["accumulation"] == 1:
         run["accumulation"] = 2
-    if run["offload"] == "both":
-        run["stage"] = 3
-    if run["offload"] and run["stage"] == 0:
-        run["stage"] = 2
-    if run["offload"] and run["optimizer"] == "adagrad":
-        run["optimizer"] = "adamw"
+    fit_offload(run)
     if run["change"] == "weights" and run["precision"] == "bf16":
         run["change"] = None
     if (run["loss"] == "two forwards" or run["second"]) and run["checkpointing"] == "reentrant":

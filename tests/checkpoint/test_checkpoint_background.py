@@ -55,7 +55,8 @@ def test_an_error_reaches_every_rank_at_the_next_save(tmp_path: Path, failing: i
 
 
 def _refused(folder: str) -> None:
-    from hf_zero.errors import CheckpointError
+    from hf_zero.checkpoint.commit.background import Written
+from hf_zero.errors import CheckpointError
 
     engine = start(3, **IN_BACKGROUND)
     with pytest.raises(CheckpointError, match=r"client_state\['x'\]"):
@@ -115,3 +116,9 @@ def test_a_rank_that_died_is_noticed_without_waiting(tmp_path: Path) -> None:
         Background(0, 60.0)._others(task, processes)
     with pytest.raises(CheckpointError, match=r"ranks \[1\] have written nothing for 0 seconds"):
         Background(0, 0.2)._others(task, [Process.own(), Process("another machine", 1)])
+
+
+def test_a_note_that_is_still_being_written_is_no_note_yet() -> None:
+    whole = Written({}, {"step": 1}).to_json()
+    assert [Written.from_json(whole[:end], "note") for end in (0, 1, len(whole) // 2, len(whole) - 1)] == [None] * 4
+    assert Written.from_json(whole, "note") == Written({}, {"step": 1})

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-Drawn = dict[str, Any]
+from tests.accelerate.loop_options import Drawn, fit_offload
+
 # Values of each option; the first is the default.
 COMMON: dict[str, list[Any]] = {
     "stage": [3, 2, 1, 0],
@@ -69,12 +70,7 @@ def draw(random_: random.Random, kind: str) -> Drawn:
 def made_valid(run: Drawn) -> Drawn:
     """Change options that cannot go together, or mean nothing."""
     run = dict(run)
-    if run["offload"] == "both":
-        run["stage"] = 3
-    if run["offload"] and run["stage"] == 0:
-        run["stage"] = 2
-    if run["offload"] and run["optimizer"] == "adagrad":
-        run["optimizer"] = "adamw"
+    fit_offload(run)
     if run["precision"] != "32-true":
         run["change"] = None if run["change"] == "weights" else run["change"]
         run["reads"] = None

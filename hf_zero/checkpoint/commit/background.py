@@ -36,14 +36,6 @@ _ALIGNMENT_BYTES = 64
 _DESCRIBED_BYTES = 32  # bytes of data for each byte of a note
 
 
-def _is_complete(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
-
-
 @dataclass(frozen=True)
 class Written:
     """Report of a rank about the files it has written.
@@ -61,9 +53,12 @@ class Written:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def from_json(text: str, where: str) -> Written:
-        """Return the record from the text of ``to_json``; ``where`` names the source in messages."""
-        data = json.loads(text)
+    def from_json(text: str, where: str) -> Written | None:
+        """Return the record from the text of ``to_json``, or None if the text is incomplete; ``where`` names the source in messages."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError:
+            return None
         return Written({name: read_file_record(record, f"{where}: {name}") for name, record in data["files"].items()}, data["client_state"])
 
 
@@ -206,12 +201,12 @@ class Background:
             present = task.target.listed()
             for rank in sorted(waiting):
                 name, failed = staging.note_of(rank), staging.failure_of(rank)
-                if name in present:
+                written = None
+                if name in present:  # a store over files lists a file while it is being written
                     limit = LIMIT_BYTES + sum(present.values()) // _DESCRIBED_BYTES
-                    text = task.target.take(name, limit)
-                    if not _is_complete(text):
-                        continue  # a store over files lists a file while it is being written
-                    found[rank] = Written.from_json(text, str(task.target.folder / name))
+                    written = Written.from_json(task.target.take(name, limit), str(task.target.folder / name))
+                if written is not None:
+                    found[rank] = written
                     waiting.discard(rank)
                 elif failed in present:
                     raise _ToldByRank(f"{task.target.take(failed, SMALL_BYTES).strip()} (rank {rank})")
