@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_zero.checkpoint.commit.background import Written
 from tests.support import ranks
 from tests.support.background_saves import CONFIGS, Slowly, check_background_save
 from tests.support.checkpoints import IN_BACKGROUND, differences, full_state, start, steps
@@ -55,8 +56,7 @@ def test_an_error_reaches_every_rank_at_the_next_save(tmp_path: Path, failing: i
 
 
 def _refused(folder: str) -> None:
-    from hf_zero.checkpoint.commit.background import Written
-from hf_zero.errors import CheckpointError
+    from hf_zero.errors import CheckpointError
 
     engine = start(3, **IN_BACKGROUND)
     with pytest.raises(CheckpointError, match=r"client_state\['x'\]"):
