@@ -7,8 +7,9 @@ A plan runs the engine itself on tensors without values (docs/plan.md). Models o
 added for the others ([Note: few blocks]); memory grows in lines over tokens, so each next length is where the line through the last two
 meets the limit. The whole model is planned with the length that is printed, which fits; a 16th more does not. Nothing is timed.
 
-DeepSpeed cannot be planned. Its row is by a formula, in its favour: what the same ways take here, beside the bucket in which it copies
-gradients before it reduces them: 5 * 10^8 elements (``reduce_bucket_size``, its default) of 2 bytes.
+FSDP2 runs in the same way (``fsdp2.py``). DeepSpeed cannot be planned: its row is by a formula, in its favour: what the
+same ways take here, beside the bucket in which it copies gradients before it reduces them: 5 * 10^8 elements (``reduce_bucket_size``, its
+default) of 2 bytes.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.tables import ResultTable
+from benchmarks.long_sequences import fsdp2
 from hf_zero.plan.command import settled
-from hf_zero.plan.costs import extrapolated
 from hf_zero.plan.inputs import Cluster, Load, ModelWish
+from hf_zero.plan.models import build_model
 from hf_zero.plan.workers import Task
 from hf_zero.system.sizes import bytes_of
 
@@ -64,6 +66,7 @@ class Way:
         moves: The inputs of layers wait on the host for backward.
         axis: What divides sequences over all ranks: "sequence", or a strategy of context parallelism; "" where ranks have their own.
         beside: Bytes of the device that something else takes.
+        fsdp2: torch's FSDP2 with context parallelism runs in place of the engine; ``axis`` is its strategy.
     """
 
     host: bool = True
@@ -71,6 +74,7 @@ class Way:
     moves: bool = False
     axis: str = ""
     beside: int = 0
+    fsdp2: bool = False
 
     def config(self, ranks: int) -> dict[str, Any]:
         """Return the DeepSpeed configuration."""
@@ -96,6 +100,8 @@ WAYS = {
     "DeepSpeed with ALST (sequence parallel, tiles, inputs of layers on the host), by formula": Way(
         tiles=True, moves=True, axis="sequence", beside=BUCKET
     ),
+    "FSDP2, context parallel": Way(axis="allgather", fsdp2=True),
+    "FSDP2, context parallel, tiles, inputs of layers on the host": Way(tiles=True, moves=True, axis="allgather", fsdp2=True),
 }
 
 
@@ -113,17 +119,23 @@ def taken(model: Mapping[str, Any], way: Way, ranks: int, length: int, whole: bo
     Raises:
         HfZeroError: The engine refuses it.
     """
-    count, found = model["num_hidden_layers"], []
-    for blocks in (count,) if whole else (BLOCKS, BLOCKS + 1):
-        settings = {**model, "num_hidden_layers": blocks, "max_position_embeddings": length}
-        wish = ModelWish(TILED if way.tiles else "llama", settings, checkpointing=True, moves=way.moves)
-        costs = Task(wish, settled(way.config(ranks), 1), Cluster(ranks, ranks), Load(1, length)).costs()
-        if isinstance(costs, Exception):
-            raise costs
-        found.append(costs)
-    told = found[0] if whole else extrapolated(found, count - BLOCKS - 1)
-    assert told is not None  # two sizes lie on a line
-    return Taken(told.device, told.host)
+    count = model["num_hidden_layers"]
+    if whole:
+        return _taken(model, way, ranks, length, count)
+    one, two = (_taken(model, way, ranks, length, blocks) for blocks in (BLOCKS, BLOCKS + 1))
+    more = count - BLOCKS - 1
+    return Taken(two.device + more * (two.device - one.device), two.host + more * (two.host - one.host))
+
+
+def _taken(model: Mapping[str, Any], way: Way, ranks: int, length: int, blocks: int) -> Taken:
+    settings = {**model, "num_hidden_layers": blocks, "max_position_embeddings": length}
+    wish = ModelWish(TILED if way.tiles else "llama", settings, checkpointing=True, moves=way.moves)
+    if way.fsdp2:
+        return Taken(*fsdp2.peaks(build_model(wish), ranks, length, way.axis, way.host))
+    costs = Task(wish, settled(way.config(ranks), 1), Cluster(ranks, ranks), Load(1, length)).costs()
+    if isinstance(costs, Exception):
+        raise costs
+    return Taken(costs.device, costs.host)
 
 
 def longest(model: Mapping[str, Any], way: Way, ranks: int, limit: int, near: int = 0) -> tuple[int, Taken]:

@@ -57,6 +57,10 @@ class _NullStream:
 
     wait_stream = wait_event = synchronize = record = wait
 
+    def record_event(self, *_args: Any) -> _NullStream:
+        """Return an event of this stream."""
+        return self
+
     def query(self) -> bool:
         """Return True: all work has finished."""
         return True
