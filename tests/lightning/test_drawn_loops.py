@@ -53,6 +53,13 @@ TRAINER: dict[str, dict[str, Any]] = {
     "clipping by value": {"stage": 3, "clip": "value", "accumulation": 2, "optimizer": "sgd"},
     "norms of gradients": {"stage": 2, "hook": "before step", "clip": "hook"},
 }
+OWN = "Lightning's own strategy"
+STOCK = {
+    f"{OWN}: the last accumulation of an epoch, clipping": {"accumulation": 3, "rows": 22, "clip": "norm", "optimizer": "sgd"},
+    f"{OWN}: clipping by value": {"stage": 2, "clip": "value", "optimizer": "sgd"},
+}
+TRAINER |= {name: {"strategy": "stock", "stage": 3, **case} for name, case in STOCK.items()}
+FABRIC[OWN] = {"strategy": "stock", "accumulation": 3, "optimizer": "sgd", "setup": "with scheduler", "clip": "norm"}
 CASES = [{"kind": "fabric", **case} for case in FABRIC.values()] + [{"kind": "trainer", **case} for case in TRAINER.values()]
 
 
