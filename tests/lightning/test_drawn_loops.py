@@ -41,6 +41,8 @@ FABRIC: dict[str, dict[str, Any]] = {
     "clipping by value": {"stage": 1, "clip": "value", "optimizer": "sgd", "precision": "16-mixed"},
     "clipping by value with torch": {"stage": 3, "clip": "torch value", "optimizer": "groups"},
     "clipping where a parameter begins to train": {"stage": 0, "clip": "norm", "frozen": "unfreezes"},
+    "clipping by value where a parameter begins to train": {"stage": 2, "clip": "torch value", "frozen": "unfreezes", "rows": 22},
+    "clipping with torch where a parameter begins to train": {"stage": 0, "clip": "torch", "frozen": "unfreezes"},
     "backwards of two models before their steps": {"stage": 3, "second": "interleaved"},
     "one loss of two models": {"stage": 2, "second": "one loss"},
     "a scheduler that the loop steps": {"stage": 3, "setup": "with scheduler", "optimizer": "sgd"},
