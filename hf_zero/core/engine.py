@@ -79,8 +79,7 @@ class Engine(nn.Module):
         self.averages, self.destroyed = AppliedAverages(), False
         self._run_again = RunAgain()
         gradients = parts.stepper.reducer.gradients if parts.stepper is not None else ()
-        device = parts.collectives.topology.device
-        self.offloaded_states = OffloadedStates(parts.runtime, parts.units, device, parts.optimizer, gradients)
+        self.offloaded_states = OffloadedStates(parts.runtime, parts.units, parts.collectives.topology.device, parts.optimizer, gradients)
         if parts.optimizer is not None:
             self._scaled_by_user = False
             # Weak: the module's hooks outlive an engine that is dropped.
@@ -90,7 +89,8 @@ class Engine(nn.Module):
             self.runtime.on_clip, self.runtime.updated = partial(clip_waiting, ref(self)), WeakMethod(parts.optimizer.group_of_tensors)
             parts.optimizer.connect(self.step, self.zero_grad)
             if parts.stepper is not None:
-                parts.stepper.trained.on_joined = WeakMethod(self.joined)
+                trained = parts.stepper.trained
+                trained.on_joined, self.runtime.joining = WeakMethod(self.joined), WeakMethod(trained.joining)
 
     # -- forward, backward, step ----------------------------------------------------------------------------------------
 

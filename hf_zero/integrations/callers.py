@@ -134,8 +134,8 @@ def attach(module: ModuleType) -> None:
         for part in path:
             owner = getattr(owner, part, None)
         found = inspect.getattr_static(owner, name, None)
-        bound = isinstance(found, (classmethod, staticmethod))
-        function = found.__func__ if bound else found
+        bound = isinstance(found, (classmethod, staticmethod, property))
+        function = found if not bound else found.fget if isinstance(found, property) else found.__func__
         if not inspect.isfunction(function):
             _report(method)
         elif function.__dict__.get("hf_zero_method") is not method:

@@ -1,7 +1,7 @@
 """Define strategies for Lightning: ``Trainer(strategy=ZeroStrategy(stage=3))`` and ``Fabric(strategy=FabricZeroStrategy(stage=3))``.
 
-Both are subclasses of Lightning's DeepSpeed strategies that use this engine, and that also run on CPUs. Lightning's support for DeepSpeed
-(precision, accumulation, clipping, checkpoints as folders) therefore applies to them.
+Both are subclasses of Lightning's DeepSpeed strategies that also run on CPUs. Lightning's support for DeepSpeed (precision, checkpoints as
+folders) therefore applies to them, and with the methods that ``lightning_steps.py`` replaces they accumulate and clip as under DDP.
 """
 
 from __future__ import annotations
@@ -9,17 +9,12 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
-
-import torch
 
 from hf_zero.deepspeed import install_as_deepspeed
 from hf_zero.deepspeed.alias import finder
-from hf_zero.deepspeed.configured import ConfiguredEngine
 from hf_zero.errors import ConfigError, StateError
-from hf_zero.integrations.fabric_methods import BackwardSyncControl, clip, share_schedule
 from hf_zero.launch.placement import export_placement
 
 __all__ = ["FabricZeroStrategy", "ZeroStrategy"]
@@ -122,60 +117,6 @@ class ZeroStrategy(_ZeroArguments, _Trainer):
         self.set_world_ranks()
         self._init_deepspeed_distributed()
 
-    @property
-    def handles_gradient_accumulation(self) -> bool:
-        """Return False: Lightning steps at the end of each accumulation, whose last one in an epoch may be shorter.
-
-        With DeepSpeed the engine counts micro-steps: an accumulation goes on in the next epoch, and the last gradients train nothing.
-        """
-        return False
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Mark the micro-step inside as not the last of its optimizer step."""
-        self._say(False)
-        try:
-            yield
-        finally:
-            self._say(True)
-
-    def _say(self, is_boundary: bool) -> None:
-        engine: Any = self.model
-        if not self.lightning_module.automatic_optimization:  # each step() of the module updates, in ``toggle_model(sync_grad=False)`` too
-            return
-        if isinstance(engine, ConfiguredEngine) and engine.stepper is not None and engine.accumulation.managed:
-            engine.accumulation.say(is_boundary)
-
-    def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run Lightning's backward without dividing the loss by ``accumulate_grad_batches``: Lightning has divided it already."""
-        kwargs.setdefault("scale_wrt_gas", False)
-        return super().backward(closure_loss, optimizer, *args, **kwargs)
-
-    def init_deepspeed(self) -> None:
-        """Make the engine as Lightning does, without its error about clipping by value: ``clip_gradients`` clips then."""
-        trainer = self.lightning_module.trainer
-        algorithm = trainer.gradient_clip_algorithm
-        trainer.gradient_clip_algorithm = None
-        try:
-            super().init_deepspeed()
-        finally:
-            trainer.gradient_clip_algorithm = algorithm
-        self._say(True)
-
-    def _format_batch_size_and_grad_accum_config(self) -> None:
-        """Write Lightning's settings into the configuration; its number for clipping by value is no norm."""
-        trainer = getattr(self.lightning_module, "trainer", None)
-        if trainer is not None and str(getattr(trainer.gradient_clip_algorithm, "value", "")) == "value":
-            self.config.setdefault("gradient_clipping", 0.0)
-        super()._format_batch_size_and_grad_accum_config()
-
-    def _auto_select_batch_size(self) -> int:
-        """Return the loader's batch size; 1 if it has none (``batch_size=None``, an iterable of batches): Lightning's method would fail."""
-        source = self.lightning_module.trainer.fit_loop._data_source
-        loader = source.dataloader() if source.is_defined() else None
-        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-        return int(size) if size else 1
-
 
 class FabricZeroStrategy(_ZeroArguments, _Fabric):
     """Train with ZeRO under Lightning's ``Fabric``, on GPUs and on CPUs; the arguments are those of ``ZeroStrategy``.
@@ -185,39 +126,9 @@ class FabricZeroStrategy(_ZeroArguments, _Fabric):
     ``optimizer.step()`` after each one. Without ``gradient_clipping`` nothing is clipped.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.config.setdefault("gradient_clipping", 0.0)  # Fabric has no argument for it, and the default of the key is 1
-        self._backward_sync_control, self._stepping = BackwardSyncControl(), False
-
     def setup_environment(self) -> None:
         """Create the process group on any device; skip the check for CUDA of Lightning's DeepSpeed strategy."""
         super(_Fabric, self).setup_environment()
-
-    def setup_module_and_optimizers(self, module: Any, optimizers: list[Any], scheduler: Any = None) -> Any:
-        """Make an engine of the model and its optimizer; the engine steps ``scheduler`` unless the script does."""
-        found = super().setup_module_and_optimizers(module, optimizers, scheduler)
-        if scheduler is not None:
-            share_schedule(found[2], lambda: self._stepping)
-        return found
-
-    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Call the engine's ``step``, and note that it runs."""
-        self._stepping = True
-        try:
-            return super().optimizer_step(optimizer, **kwargs)
-        finally:
-            self._stepping = False
-
-    def clip_gradients_norm(
-        self, module: Any, optimizer: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = True
-    ) -> torch.Tensor:
-        """Clip the gradients that wait for ``optimizer.step()`` to ``max_norm``, and return their norm before; collective."""
-        return clip(module, max_norm, float(norm_type), error_if_nonfinite)
-
-    def clip_gradients_value(self, module: Any, optimizer: Any, clip_val: float) -> None:
-        """Clip each gradient that waits for ``optimizer.step()`` to ``[-clip_val, clip_val]``; collective."""
-        clip(module, clip_val, None)
 
     def _setup_distributed(self) -> None:
         if self.root_device.type != "cpu":

@@ -420,6 +420,40 @@ LIGHTNING_NORMS = tuple(  # the package has the function under its own name, and
     for module in ("utilities.grads", "utilities")
     for method in _of_lightning(module, "grad_norm", "grad_norm", loss="grad_norm() of Lightning finds no gradients at stages 1 to 3")
 )
+LIGHTNING_STRATEGIES = tuple(
+    Method(
+        f"{package}.strategies.deepspeed",
+        f"DeepSpeedStrategy.{name}",
+        "Lightning's DeepSpeed strategies accumulate and clip in another way than its other strategies",
+        around=f"hf_zero.integrations.lightning_steps:{around}",
+        since=(2,),
+    )
+    for packages, names in (
+        (
+            ("lightning.pytorch", "pytorch_lightning"),
+            {
+                "handles_gradient_accumulation": "handles_gradient_accumulation",
+                "block_backward_sync": "block_backward_sync",
+                "backward": "backward",
+                "init_deepspeed": "init_deepspeed",
+                "_format_batch_size_and_grad_accum_config": "format_batch_sizes",
+                "_auto_select_batch_size": "batch_size",
+            },
+        ),
+        (
+            ("lightning.fabric", "lightning_fabric"),
+            {
+                "__init__": "make_strategy",
+                "setup_module_and_optimizers": "set_up",
+                "optimizer_step": "optimizer_step",
+                "clip_gradients_norm": "clip_norm",
+                "clip_gradients_value": "clip_value",
+            },
+        ),
+    )
+    for package in packages
+    for name, around in names.items()
+)
 FABRIC_STEPS = tuple(
     Method(
         f"{package}.wrappers",
@@ -446,7 +480,7 @@ METHODS = (
     NO_SYNC, STATE, ACCELERATOR_STATE, PLUGIN, INIT_SWITCH, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, STATE_DICT, SAVE_STATE, TRAIN,
     LOG, EVALUATE, BUILD, BUILD_FOR_LOAD, MISSING_KEYS, TIE, SAVE_MODEL, LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES, TOKENS,
     STEP_END, SAVE_CHECKPOINT, JIT, LIGHTNING_SAVE, OLD_LIGHTNING_SAVE, *LIGHTNING_FITS, *LIGHTNING_SIGNALS, *LIGHTNING_CLIPPING,
-    *LIGHTNING_BACKWARD, *LIGHTNING_NORMS, *FABRIC_STEPS, SAYS,
+    *LIGHTNING_BACKWARD, *LIGHTNING_NORMS, *LIGHTNING_STRATEGIES, *FABRIC_STEPS, SAYS,
     BACKWARD, BACKWARD_OF_SEVERAL, PREPARE_ONE, PREPARE_MODEL, STEP, ZERO_GRAD, NORM, CLIP, OPERATIONS, MESHES,
     FILL, PROCESS, OPTIMIZERS, FILL_SHARDED, CONFIGURATION, ARGUMENTS, AGENT, CONTEXT_SIZE, PREPARE_CP, CONTEXT, CONTEXT_INPUTS,
     PARALLELISM, RECURRENT, ACCELERATOR, CPU_OPTIMIZER, INPUTS, LABELS, LOSS, RESIZE, BEST, *HASHES, *COUNTS, *FILES,

@@ -40,11 +40,9 @@ class Loop:
         from lightning.fabric import Fabric
         from lightning.fabric.strategies import DDPStrategy
 
-        from hf_zero.integrations import FabricZeroStrategy
-
         run = self.run
         if self.sharded:
-            strategy: Any = FabricZeroStrategy(**parts.zero_arguments(run))
+            strategy: Any = parts.strategy_of(run)
         else:
             strategy = DDPStrategy(find_unused_parameters=run["frozen"] in ("freezes", "unfreezes") or run["second"] == "one loss")
         return Fabric(accelerator="cpu", devices=2, strategy=strategy, precision=run["precision"])

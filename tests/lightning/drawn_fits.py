@@ -258,10 +258,8 @@ def callbacks_of(run: Drawn, folder: Path) -> list[Any]:
 def trainer_of(run: Drawn, folder: Path, sharded: bool, logger: Kept) -> Any:
     from lightning.pytorch.strategies import DDPStrategy
 
-    from hf_zero.integrations import ZeroStrategy
-
     unused = run["frozen"] in ("freezes", "unfreezes") or run["callback"] == "finetuning" or run["manual"] == "toggles"
-    strategy = ZeroStrategy(**parts.zero_arguments(run)) if sharded else DDPStrategy(find_unused_parameters=unused)
+    strategy = parts.strategy_of(run) if sharded else DDPStrategy(find_unused_parameters=unused)
     kept = callbacks_of(run, folder)
     options: dict[str, Any] = {"enable_checkpointing": any(isinstance(one, callbacks.ModelCheckpoint) for one in kept)}
     if run["clip"] in ("norm", "value"):

@@ -10,7 +10,7 @@ from tests.accelerate.loop_options import Drawn, fit_offload
 # Values of each option; the first is the default.
 COMMON: dict[str, list[Any]] = {
     "stage": [3, 2, 1, 0],
-    "strategy": ["config", "arguments"],
+    "strategy": ["config", "arguments", "stock"],
     "precision": ["32-true", "bf16-mixed", "bf16-true", "16-mixed"],
     "optimizer": ["adamw", "sgd", "groups", "adagrad", "two"],
     "accumulation": [1, 2, 3],
@@ -129,7 +129,8 @@ def _valid_fit(run: Drawn) -> Drawn:
         run["limit"] = None if run["limit"] == 0.5 else run["limit"]
         run["validation"] = run["validation"] and "epoch"
     if run["json"]:
-        run["optimizer"], run["strategy"], run["scheduler"] = "adamw", "config", None
+        run["optimizer"], run["scheduler"] = "adamw", None
+        run["strategy"] = "stock" if run["strategy"] == "stock" else "config"
     if run["resume"] and run["callback"] in ("swa", "finetuning", "average"):
         run["callback"] = None
     if run["after"] == "twice":

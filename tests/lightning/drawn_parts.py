@@ -128,10 +128,23 @@ def zero_config(run: Drawn) -> dict[str, Any]:
 def zero_arguments(run: Drawn) -> dict[str, Any]:
     """Return the arguments of a strategy of hf_zero."""
     options: dict[str, Any] = {"initial_scale_power": 4}  # no step is skipped
-    by_config = run["strategy"] == "config" or run["kind"] == "fabric" and (run["pattern"] == "config" or run["clip"] == "config")
+    by_config = run["strategy"] != "arguments" or run["kind"] == "fabric" and (run["pattern"] == "config" or run["clip"] == "config")
     if by_config:
         return {"config": zero_config(run), **options}
     return {"stage": run["stage"], "offload_optimizer": bool(run["offload"]), "offload_parameters": run["offload"] == "both", **options}
+
+
+def strategy_of(run: Drawn) -> Any:
+    """Return a strategy of hf_zero, or Lightning's own, without its check for a GPU."""
+    from hf_zero.integrations import FabricZeroStrategy, ZeroStrategy
+
+    served: Any = FabricZeroStrategy if run["kind"] == "fabric" else ZeroStrategy
+    if run["strategy"] != "stock":
+        return served(**zero_arguments(run))
+    distributed = "_setup_distributed" if run["kind"] == "fabric" else "setup_distributed"
+    stock = next(kind for kind in served.__mro__ if kind.__module__.endswith("strategies.deepspeed"))
+    on_cpu = {name: vars(served)[name] for name in ("setup_environment", distributed)}
+    return type(stock.__name__, (stock,), on_cpu)(config=zero_config(run), initial_scale_power=4)
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:

@@ -41,6 +41,8 @@ FABRIC: dict[str, dict[str, Any]] = {
     "clipping by value": {"stage": 1, "clip": "value", "optimizer": "sgd", "precision": "16-mixed"},
     "clipping by value with torch": {"stage": 3, "clip": "torch value", "optimizer": "groups"},
     "clipping where a parameter begins to train": {"stage": 0, "clip": "norm", "frozen": "unfreezes"},
+    "clipping by value where a parameter begins to train": {"stage": 2, "clip": "torch value", "frozen": "unfreezes", "rows": 22},
+    "clipping with torch where a parameter begins to train": {"stage": 0, "clip": "torch", "frozen": "unfreezes"},
     "backwards of two models before their steps": {"stage": 3, "second": "interleaved"},
     "one loss of two models": {"stage": 2, "second": "one loss"},
     "a scheduler that the loop steps": {"stage": 3, "setup": "with scheduler", "optimizer": "sgd"},
@@ -53,6 +55,13 @@ TRAINER: dict[str, dict[str, Any]] = {
     "clipping by value": {"stage": 3, "clip": "value", "accumulation": 2, "optimizer": "sgd"},
     "norms of gradients": {"stage": 2, "hook": "before step", "clip": "hook"},
 }
+OWN = "Lightning's own strategy"
+STOCK = {
+    f"{OWN}: the last accumulation of an epoch, clipping": {"accumulation": 3, "rows": 22, "clip": "norm", "optimizer": "sgd"},
+    f"{OWN}: clipping by value": {"stage": 2, "clip": "value", "optimizer": "sgd"},
+}
+TRAINER |= {name: {"strategy": "stock", "stage": 3, **case} for name, case in STOCK.items()}
+FABRIC[OWN] = {"strategy": "stock", "accumulation": 3, "optimizer": "sgd", "setup": "with scheduler", "clip": "norm"}
 CASES = [{"kind": "fabric", **case} for case in FABRIC.values()] + [{"kind": "trainer", **case} for case in TRAINER.values()]
 
 

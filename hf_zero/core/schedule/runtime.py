@@ -155,9 +155,9 @@ class Runtime:
         backward: Actions of the hooks in backward.
         saved: Hooks of what functions save for backward.
         on_zero_grad: Called with parameters whose gradients a script clears; returns the ids of those whose ``grad`` stays.
-        on_clip: Called with parameters without ``grad`` whose gradients a script clips, the largest norm and its order, or the largest
-            value and None; returns the norm
-            before, or None if no gradients wait.
+        on_clip: Called with parameters without reduced ``grad`` whose gradients a script clips, the largest norm and its order, or the
+            largest value and None; returns the norm before, or None if no gradients wait.
+        joining: Returns the ids of parameters whose gradients are those of this rank until the step, because they did not train before.
         updated: Returns the param groups, by id, of the tensors that the engine's optimizer holds in place of parameters.
         on_forward: Called when a forward of the module begins outside of a backward.
         draws: Compares random numbers of ranks that hold layers together; None if there are no such ranks.
@@ -190,6 +190,7 @@ class Runtime:
         self.on_zero_grad: WeakMethod[Callable[[Sequence[nn.Parameter]], frozenset[int]]] | None = None
         self.on_clip: Callable[[Sequence[torch.Tensor], float, float | None], torch.Tensor | None] | None = None
         self.updated: WeakMethod[Callable[[], dict[int, int]]] | None = None
+        self.joining: WeakMethod[Callable[[], set[int]]] | None = None
         self.on_forward: Callable[[], None] | None = None
         self.draws: Draws | None = None
         self._outside_reads = OutsideReads(module, root, blocks, self.forward, self.backward, self._parts)

@@ -50,19 +50,24 @@ def clip_by_value(attached: Iterable[Any], params: list[torch.Tensor], limit: fl
         The parameters whose gradients torch has to clip; all, if no engine has clipped any.
     """
     own_grads = dict(zip(map(id, params), gradients_of(params), strict=True))
-    clipped = [clip(params, limit, None) is not None for clip, _ in _hiding(attached, params, own_grads)]
-    return [param for param in params if own_grads[id(param)] is not None] if any(clipped) else params
+    clipped: set[int] = set()  # with parameters that begin to train with this step, whose gradients are visible
+    for clip, own in _hiding(attached, params, own_grads):
+        if clip(params, limit, None) is not None:
+            clipped |= own
+    return [param for param in params if own_grads[id(param)] is not None and id(param) not in clipped] if clipped else params
 
 
 def _hiding(
     attached: Iterable[Any], params: list[torch.Tensor], own_grads: dict[int, Any]
 ) -> Iterator[tuple[Callable[..., torch.Tensor | None], set[int]]]:
-    """Yield, for each engine that shards gradients of ``params``, its ``on_clip`` and the ids of the tensors that it trains."""
+    """Yield ``on_clip`` of each engine whose gradients of ``params`` are sharded or not reduced yet, and the ids of what it trains."""
     # torch's norm of visible gradients would leave out parts of them that other ranks have.
     hidden = {id(param) for param in params if own_grads[id(param)] is None or is_part(param)}
-    for runtime in list(attached) if hidden else ():
+    for runtime in list(attached):
         updated = runtime.updated() if runtime.updated is not None else None
+        joining = runtime.joining() if runtime.joining is not None else None
         own = {id(param) for param in runtime.module.parameters() if param.requires_grad}
         own.update(updated() if updated is not None else ())
-        if runtime.on_clip is not None and not own.isdisjoint(hidden):
+        waiting = joining() & own_grads.keys() if joining is not None else set()
+        if runtime.on_clip is not None and not own.isdisjoint(hidden | waiting):
             yield runtime.on_clip, own

@@ -357,6 +357,15 @@ class TrainedUnits:
         self._trained.look()
         return frozenset(id(entry.param) for entry in self._trained.waiting())
 
+    def joining(self) -> set[int]:
+        """Return the ids of the parameters that require a gradient and that no update has trained, or that rested; local."""
+        self._trained.look()
+        found = {id(entry.param) for entry in self._trained.outside() if entry.param.requires_grad}
+        for entry in self._reducer.gradients:
+            rested = (entry.unit.params[index] for index in self._resting.get(id(entry.unit), ()))
+            found.update(id(param) for param in rested if param is not None and param.requires_grad)
+        return found
+
     def gradient_of(self, param: torch.Tensor) -> torch.Tensor | None:
         """Return the mean over ranks of the gradient with which ``param`` joins at the coming step, with the loss scale; collective.
 

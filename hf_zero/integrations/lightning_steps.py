@@ -1,0 +1,140 @@
+"""Make Lightning's DeepSpeed strategies train as its other strategies do: accumulation, clipping, schedules.
+
+Each function replaces a method or property of ``lightning.pytorch.strategies.DeepSpeedStrategy`` or ``lightning.fabric.strategies.
+DeepSpeedStrategy``, which ``ZeroStrategy`` and ``FabricZeroStrategy`` inherit; its first argument is the original. If a real DeepSpeed
+answers in place of hf_zero, the original runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from hf_zero.deepspeed.alias import finder
+from hf_zero.deepspeed.configured import ConfiguredEngine
+from hf_zero.integrations import fabric_methods
+
+# -- Trainer ----------------------------------------------------------------------------------------------------------
+
+
+def handles_gradient_accumulation(function: Callable[[Any], bool], strategy: Any) -> bool:
+    """Return False: Lightning steps at the end of each accumulation, whose last one in an epoch may be shorter.
+
+    With DeepSpeed the engine counts micro-steps: an accumulation goes on in the next epoch, and the last gradients train nothing.
+    """
+    return not finder.alias_is_active() and function(strategy)
+
+
+def block_backward_sync(function: Callable[[Any], AbstractContextManager[None]], strategy: Any) -> AbstractContextManager[None]:
+    """Return a context whose micro-step is not the last of its optimizer step."""
+    return _before_boundary(strategy) if finder.alias_is_active() else function(strategy)
+
+
+@contextmanager
+def _before_boundary(strategy: Any) -> Iterator[None]:
+    _say(strategy, False)
+    try:
+        yield
+    finally:
+        _say(strategy, True)
+
+
+def _say(strategy: Any, is_boundary: bool) -> None:
+    engine = strategy.model
+    if not strategy.lightning_module.automatic_optimization:  # each step() of the module updates, in ``toggle_model(sync_grad=False)`` too
+        return
+    if isinstance(engine, ConfiguredEngine) and engine.stepper is not None and engine.accumulation.managed:
+        engine.accumulation.say(is_boundary)
+
+
+def backward(function: Callable[..., Any], strategy: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run Lightning's backward without dividing the loss by ``accumulate_grad_batches``: Lightning has divided it already."""
+    if finder.alias_is_active():
+        kwargs.setdefault("scale_wrt_gas", False)
+    return function(strategy, *args, **kwargs)
+
+
+def init_deepspeed(function: Callable[[Any], None], strategy: Any) -> None:
+    """Make the engine as Lightning does, without its error about clipping by value: ``clip_gradients`` clips then."""
+    if not finder.alias_is_active():
+        function(strategy)
+        return
+    trainer = strategy.lightning_module.trainer
+    algorithm = trainer.gradient_clip_algorithm
+    trainer.gradient_clip_algorithm = None
+    try:
+        function(strategy)
+    finally:
+        trainer.gradient_clip_algorithm = algorithm
+    _say(strategy, True)
+
+
+def format_batch_sizes(function: Callable[[Any], None], strategy: Any) -> None:
+    """Write Lightning's settings into the configuration; its number for clipping by value is no norm."""
+    trainer = getattr(strategy.lightning_module, "trainer", None)
+    by_value = str(getattr(getattr(trainer, "gradient_clip_algorithm", None), "value", "")) == "value"
+    if by_value and finder.alias_is_active():
+        strategy.config.setdefault("gradient_clipping", 0.0)
+    function(strategy)
+
+
+def batch_size(function: Callable[[Any], int], strategy: Any) -> int:
+    """Return the loader's batch size; 1 if it has none (``batch_size=None``, an iterable of batches): Lightning's method would fail."""
+    source = strategy.lightning_module.trainer.fit_loop._data_source
+    loader = source.dataloader() if source.is_defined() else None
+    return function(strategy) if getattr(getattr(loader, "batch_sampler", None), "batch_size", None) else 1
+
+
+# -- Fabric -----------------------------------------------------------------------------------------------------------
+
+
+def make_strategy(function: Callable[..., None], strategy: Any, *args: Any, **kwargs: Any) -> None:
+    """Make Fabric's strategy: ``no_backward_sync`` reaches the engine, and nothing is clipped without ``gradient_clipping``."""
+    function(strategy, *args, **kwargs)
+    if finder.alias_is_active():
+        strategy._backward_sync_control = fabric_methods.BackwardSyncControl()
+        if strategy.config is not None:
+            strategy.config.setdefault("gradient_clipping", 0.0)  # Fabric has no argument for it, and the default of the key is 1
+
+
+def set_up(function: Callable[..., Any], strategy: Any, module: Any, optimizers: list[Any], scheduler: Any = None) -> Any:
+    """Make an engine of the model and its optimizer; the engine steps ``scheduler`` unless the script does."""
+    found = function(strategy, module, optimizers, scheduler)
+    if scheduler is not None and finder.alias_is_active():
+        fabric_methods.share_schedule(found[2], lambda: getattr(strategy, "_hf_zero_steps", False))
+    return found
+
+
+def optimizer_step(function: Callable[..., Any], strategy: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the engine's ``step``, and note that it runs."""
+    strategy._hf_zero_steps = True
+    try:
+        return function(strategy, *args, **kwargs)
+    finally:
+        strategy._hf_zero_steps = False
+
+
+def clip_norm(
+    function: Callable[..., Any],
+    strategy: Any,
+    module: Any,
+    optimizer: Any,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = True,
+) -> torch.Tensor:
+    """Clip the gradients that wait for ``optimizer.step()`` to ``max_norm``, and return their norm before; collective."""
+    if not isinstance(module, ConfiguredEngine):
+        return function(strategy, module, optimizer, max_norm, norm_type, error_if_nonfinite)
+    return fabric_methods.clip(module, max_norm, float(norm_type), error_if_nonfinite)
+
+
+def clip_value(function: Callable[..., Any], strategy: Any, module: Any, optimizer: Any, clip_val: float) -> None:
+    """Clip each gradient that waits for ``optimizer.step()`` to ``[-clip_val, clip_val]``; collective."""
+    if isinstance(module, ConfiguredEngine):
+        fabric_methods.clip(module, clip_val, None)
+    else:
+        function(strategy, module, optimizer, clip_val)
