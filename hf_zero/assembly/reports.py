@@ -127,7 +127,7 @@ def reports_of(
         return Reports(clock, config.steps_per_print, [], [])
     measures = _measures(config, module, networks, runtime, partial(bytes_on_disk, units, optimizer), clock)
     sinks = build_sinks(config) if networks.topology.data.rank == 0 else []
-    return Reports(clock, config.steps_per_print, sinks, measures)
+    return Reports(clock, config.steps_per_print, sinks, measures, config.fp16.enabled)
 
 
 def _clock(config: ZeroConfig, networks: Networks, module: nn.Module, progress: Progress) -> Clock:
