@@ -253,6 +253,8 @@ def made_valid(case: Case) -> Case:
     if config.get("fp16", {}).get("enabled") and not zero.get("stage"):
         config["zero_optimization"] = zero = {**zero, "stage": 1}  # at stage 0 DeepSpeed does not scale the loss
     stage, kind = zero.get("stage", 0), config.get("optimizer", {}).get("type", "").lower()
+    if "data_types" in config and not stage:
+        del config["data_types"]
     if kind == "lion":
         config["zero_optimization"] = zero = {**zero, "stage": max(stage, 1), "offload_optimizer": {"device": "cpu"}}
         stage = zero["stage"]
