@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.core.optimizer.clones import TRIAL_STEPS, CollectiveError, is_mark, options_of, trial_data, try_steps
+from hf_zero.core.optimizer.common_states import states_by_param
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.observe import warn_once
 from hf_zero.ops import HostAdagrad, HostAdam, HostLion, HostSGD
@@ -134,7 +135,9 @@ def needs_whole_tensors(
         return True  # bitsandbytes keeps small tensors, such as a probe's, in 32 bits
     undecided = _Undecided(kind, allow_untested, shards_only)
     answers = [_probe(optimizer, group, undecided, all_here) for group in _distinct_groups(optimizer)]
-    return any(answers) or (any(map(is_mark, optimizer.state.values())) and not shards_only)  # a shard has parts of many parameters
+    return any(answers) or (
+        any(map(is_mark, states_by_param(optimizer).values())) and not shards_only
+    )  # a shard has parts of many parameters
 
 
 def require_tested(optimizer: torch.optim.Optimizer, allow_untested: bool) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hf_zero.core.optimizer.clones import clone, is_mark
+from hf_zero.core.optimizer.common_states import common_states, set_common_states, states_by_param
 from hf_zero.core.optimizer.master_parts import new_part
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.unit import Unit
@@ -53,9 +54,10 @@ def _is_fresh(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer was never stepped. Adagrad fills its state at construction, with step 0, and others mark parameters
     there; entries without content, which a look at ``state`` has left (``train()`` of schedule-free optimizers), are removed.
     """
-    for param in [param for param, state in optimizer.state.items() if not state]:
+    for param in [param for param, state in states_by_param(optimizer).items() if not state]:
         del optimizer.state[param]
-    return all(is_mark(state) or ("step" in state and float(state["step"]) == 0) for state in optimizer.state.values())
+    states = states_by_param(optimizer).values()
+    return all(is_mark(state) or ("step" in state and float(state["step"]) == 0) for state in states)
 
 
 @dataclass(frozen=True)
@@ -208,8 +210,9 @@ class SubGroupStepper:
 
     [Note: stepping by sub-groups] Each sub-group is stepped by a clone: an object of the same class with the same attributes and the same
     state dict, whose groups hold the sub-group's segments and the options that the groups had when the step began. So all sub-groups see
-    the same value of a counter that an optimizer keeps in its groups (schedule-free ones do) or its attributes, as in one common step; a
-    learning rate that changes meanwhile has no effect; and the step of a sub-group does not read the segments of others.
+    the same value of a counter that an optimizer keeps in its groups (schedule-free ones do), its attributes or its state (MADGRAD does),
+    as in one common step; a learning rate that changes meanwhile has no effect; and the step of a sub-group does not read the segments of
+    others.
 
     Args:
         optimizer: The inner optimizer.
@@ -228,6 +231,7 @@ class SubGroupStepper:
         self.threads = threads or torch.get_num_threads()
         self.values = [_values(group) for group in optimizer.param_groups]
         self._attributes = dict(vars(optimizer))
+        self._common = deepcopy(common_states(optimizer))
         self._after: torch.optim.Optimizer | None = None  # the clone that stepped last
 
     @torch.no_grad()
@@ -254,6 +258,8 @@ class SubGroupStepper:
         if isinstance(other, HostOptimizer):
             update_with_lows(other, [segment.tensor for segment in segments], grads, targets, factor, self.threads)
         else:
+            if self._after is not None and common_states(self.optimizer):
+                set_common_states(self.optimizer, self._common)
             self._step(other, segments, grads, factor)
             _copy_to([segment.tensor for segment in segments], targets)
         self._after = other

@@ -12,6 +12,7 @@ import torch
 
 from hf_zero.core.optimizer import step_hooks
 from hf_zero.core.optimizer.clones import build_anew, is_mark, state_at_start
+from hf_zero.core.optimizer.common_states import common_states, set_common_states, states_by_param
 from hf_zero.core.optimizer.own_object import OwnObject, once
 from hf_zero.core.optimizer.param_states import ParamStates, SegmentStates
 from hf_zero.core.optimizer.segments import OwnedSegment, Segments, lay_out
@@ -82,8 +83,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group, tensors in zip(inner.param_groups, self._lay_out(), strict=True):
             group["params"] = tensors
         self.state_store.bind(inner, self.units, self.segments)
-        if inner.state:  # state that its constructor made for the parameters, which the segments replace
+        if states_by_param(inner):  # state that its constructor made for the parameters, which the segments replace
+            common = common_states(inner)
             inner.state = _state_at_start(inner)
+            set_common_states(inner, common)
             self.state_store.adopt_states()
         watch_parts(self)
 
@@ -307,9 +310,9 @@ def _state_at_start(inner: torch.optim.Optimizer) -> Any:
         ConfigError: The constructor marked parameters of the model, and the tensors are flat parts of several.
     """
     held = {id(tensor) for group in inner.param_groups for tensor in group["params"]}
-    if held.issuperset(map(id, inner.state)):
+    if held.issuperset(map(id, states_by_param(inner))):
         return inner.state
-    if marks := next(filter(is_mark, inner.state.values()), None):
+    if marks := next(filter(is_mark, states_by_param(inner).values()), None):
         raise ConfigError(
             f"the {type(inner).__name__} given to initialize() has marks in its state ({marks}), but it updates flat parts of several "
             "parameters here; keep the marks in its param groups"

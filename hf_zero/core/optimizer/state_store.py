@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hf_zero.core.optimizer.common_states import states_by_param
 from hf_zero.core.optimizer.segments import OwnedSegment, Segments, SubGroupStepper
 from hf_zero.core.units.layout import Range, UnitState
 from hf_zero.core.units.unit import Unit, trained_of
@@ -189,7 +190,7 @@ class StateStore:
 
     def move_to_huge_pages(self) -> None:
         """Move the moments, which the inner optimizer made in its first step, to huge pages."""
-        for state in self.inner.state.values():
+        for state in states_by_param(self.inner).values():
             for name, value in state.items():
                 if isinstance(value, torch.Tensor):
                     state[name] = host_memory.moved(value)

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.core.optimizer.clones import is_mark, state_at_start
+from hf_zero.core.optimizer.common_states import common_states, states_by_param
 from hf_zero.core.optimizer.owners import Spread, TensorMoves, assign_owners, spread_of, spread_of_experts
 from hf_zero.core.optimizer.param_states import OwnerStates, WholeParam
 from hf_zero.core.optimizer.segments import OwnedSegment, master_of
@@ -62,8 +63,11 @@ class WholeTensorOptimizer(ShardedOptimizer):
         self._by_name: dict[str, WholeParam] = {}
         self._resting: set[str] = set()  # names of parameters that are frozen at present
         self._take_over(inner, units)
-        if inner.state and all(map(is_mark, inner.state.values())):
-            inner.state = _marks(inner.state, self.whole)
+        marks = states_by_param(inner)
+        if marks and all(map(is_mark, marks.values())):
+            common = common_states(inner)
+            inner.state = _marks(marks, self.whole)
+            inner.state.update(common)
         super().__init__(inner, units, state_store)
         self.own.fetch, self.own.send = self._fetch, self._scatter
 
