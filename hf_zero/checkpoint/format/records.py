@@ -275,8 +275,8 @@ class ParamStateRecord:
 
 @dataclass(frozen=True)
 class OptimizerRecord:
-    """The optimizer: class name, names of states per element, param groups, single-number states, states of whole parameters, and states under
-    keys that are no parameters.
+    """The optimizer: class name, names of states per element, param groups, single-number states, states of whole parameters, and states
+    under keys that are no parameters.
     """
 
     name: str

@@ -288,7 +288,7 @@ class GroupsPlan:
         return set()
 
     def apply(self) -> None:
-        """Set the hyper-parameters of the optimizer's param groups, and states under keys that are no parameters, to the saved values; local."""
+        """Set the hyper-parameters of the param groups, and states under keys that are no parameters, to the saved values; local."""
         for group, values in zip(self.optimizer.param_groups, self._groups, strict=True):
             _update_group(group, values)
         if self._common is not None:

@@ -14,6 +14,7 @@ from torch import nn
 from hf_zero.core.optimizer.clones import clone, is_mark
 from hf_zero.core.optimizer.common_states import common_states, set_common_states, states_by_param
 from hf_zero.core.optimizer.master_parts import new_part
+from hf_zero.core.optimizer.nested import require_own_groups, require_state
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import ConfigError, StateError
@@ -30,8 +31,11 @@ def group_of_params(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> 
     """Return the index of the param group of each parameter of the optimizer, by id, frozen ones included.
 
     Raises:
-        ConfigError: The optimizer holds a tensor that is not a parameter of the model, or has been stepped before.
+        ConfigError: The optimizer holds a tensor that is not a parameter of the model, or another optimizer with groups of its own, or
+            tensors of all parameters outside of its state, or has been stepped before.
     """
+    require_own_groups(optimizer)
+    require_state(optimizer)
     if not _is_fresh(optimizer):
         raise ConfigError(
             f"the {type(optimizer).__name__} given to initialize() already has state for {len(optimizer.state)} parameters; "

@@ -13,6 +13,7 @@ import torch
 from hf_zero.core.optimizer import step_hooks
 from hf_zero.core.optimizer.clones import build_anew, is_mark, state_at_start
 from hf_zero.core.optimizer.common_states import common_states, set_common_states, states_by_param
+from hf_zero.core.optimizer.nested import complete, join_states, load_together, set_state
 from hf_zero.core.optimizer.own_object import OwnObject, once
 from hf_zero.core.optimizer.param_states import ParamStates, SegmentStates
 from hf_zero.core.optimizer.segments import OwnedSegment, Segments, lay_out
@@ -78,6 +79,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._clear: Callable[[], None] | None = None
         self._take: Callable[[], object] | None = None  # the step that waits for a script's own ``step``
         self._steps = False  # inside ``step``
+        complete(inner)
+        join_states(inner)
         self.own = OwnObject(inner)
         self.segments = Segments()
         for group, tensors in zip(inner.param_groups, self._lay_out(), strict=True):
@@ -85,7 +88,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.state_store.bind(inner, self.units, self.segments)
         if states_by_param(inner):  # state that its constructor made for the parameters, which the segments replace
             common = common_states(inner)
-            inner.state = _state_at_start(inner)
+            set_state(inner, _state_at_start(inner))
             set_common_states(inner, common)
             self.state_store.adopt_states()
         watch_parts(self)
@@ -225,6 +228,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.state_store.settle()
         return self.inner.state
 
+    @state.setter
+    def state(self, value: Any) -> None:
+        """Begin anew, as scripts do with ``optimizer.state = defaultdict(dict)``.
+
+        Raises:
+            StateError: ``value`` has entries.
+        """
+        if value:
+            raise StateError(
+                f"optimizer.state was assigned {len(value)} entries, but the engine keeps the states of flat parts of its parameters "
+                "there. An empty dict begins anew; load_checkpoint() and hf_zero.utils.safe_set_full_optimizer_state set states"
+            )
+        self.state.clear()
+
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """Return the inner optimizer's defaults."""
@@ -257,7 +274,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _load_own_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.state_store.settle()
         tensors = [group["params"] for group in self.inner.param_groups]
-        self.inner.load_state_dict(state_dict)
+        load_together(self.inner, state_dict)
         for group, params in zip(self.inner.param_groups, tensors, strict=True):
             group["params"] = params
         self.state_store.adopt_states()
@@ -295,6 +312,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Restore the result of ``rank_states``; an optimizer without ``memory`` ignores it."""
         if self.memory is not None:
             self.memory.load_rank_states(states)
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise: the engine's optimizer has no such attribute; the message says where an attribute of the script's optimizer is."""
+        inner = vars(self).get("inner")
+        if name.startswith("_") or inner is None or not hasattr(inner, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise AttributeError(
+            f"engine.optimizer has no {name!r}, an attribute of the {type(inner).__name__} given to initialize(). That object, which is "
+            "engine.optimizer.inner, has it; but its param groups hold parts of this rank's masters, without gradients outside of "
+            "engine.step(), so a method that steps or reads gradients has no effect there"
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
