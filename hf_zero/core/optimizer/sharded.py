@@ -14,7 +14,7 @@ from hf_zero.core.optimizer import step_hooks
 from hf_zero.core.optimizer.clones import build_anew, is_mark, state_at_start
 from hf_zero.core.optimizer.common_states import common_states, set_common_states, states_by_param
 from hf_zero.core.optimizer.nested import complete, join_states, load_together, set_state
-from hf_zero.core.optimizer.own_object import OwnObject, once
+from hf_zero.core.optimizer.own_object import OwnObject, missing_attribute, once
 from hf_zero.core.optimizer.param_states import ParamStates, SegmentStates
 from hf_zero.core.optimizer.segments import OwnedSegment, Segments, lay_out
 from hf_zero.core.optimizer.state_store import StateStore
@@ -313,16 +313,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.memory is not None:
             self.memory.load_rank_states(states)
 
-    def __getattr__(self, name: str) -> Any:
-        """Raise: the engine's optimizer has no such attribute; the message says where an attribute of the script's optimizer is."""
-        inner = vars(self).get("inner")
-        if name.startswith("_") or inner is None or not hasattr(inner, name):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        raise AttributeError(
-            f"engine.optimizer has no {name!r}, an attribute of the {type(inner).__name__} given to initialize(). That object, which is "
-            "engine.optimizer.inner, has it; but its param groups hold parts of this rank's masters, without gradients outside of "
-            "engine.step(), so a method that steps or reads gradients has no effect there"
-        )
+    __getattr__ = missing_attribute
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
