@@ -11,7 +11,7 @@ from weakref import ref
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from hf_zero.assembly.kept_types import kept_types
 from hf_zero.assembly.packed_weights import packed_weights, pieces_of, prepare_packed, prepare_wrapped
@@ -253,7 +253,7 @@ def _refuse_lazy(module: nn.Module) -> None:
         StateError: There are some; the message names them.
     """
     named = (*module.named_parameters(), *module.named_buffers())
-    names = [name for name, tensor in named if isinstance(tensor, UninitializedTensorMixin)]
+    names = [name for name, tensor in named if is_lazy(tensor)]
     if names:
         raise StateError(
             f"{', '.join(names[:5])} has no shape before the first forward (a lazy module): call the model once on a small batch, on every "

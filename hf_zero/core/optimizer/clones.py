@@ -124,9 +124,13 @@ def trial_data(optimizer: torch.optim.Optimizer) -> tuple[Tensor, list[Tensor]]:
 
 
 def try_steps(
-    optimizer: torch.optim.Optimizer, options: dict[str, Any], starts: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]
+    optimizer: torch.optim.Optimizer,
+    options: dict[str, Any],
+    starts: Sequence[Tensor],
+    grads: Sequence[Sequence[Tensor]],
+    kind: type[torch.nn.Parameter] = torch.nn.Parameter,
 ) -> tuple[torch.optim.Optimizer, list[torch.nn.Parameter]]:
-    """Step a new optimizer of the same class over copies of ``starts``, with one gradient of each per step.
+    """Step a new optimizer of the same class over copies of ``starts``, of class ``kind``, with one gradient of each per step.
 
     It draws from the default random generator, whose state the caller restores.
 
@@ -136,7 +140,7 @@ def try_steps(
     Raises:
         CollectiveError: The optimizer's step communicates.
     """
-    params = [torch.nn.Parameter(start.clone()) for start in starts]
+    params = [kind(start.clone()) for start in starts]
     with _NoCollectives():
         built = build_anew(optimizer, [{"params": params, **copy.deepcopy(options)}])
         train = getattr(built, "train", None)
@@ -148,6 +152,34 @@ def try_steps(
                 param.grad = own_grads[step].clone()
             built.step()
     return built, params
+
+
+def attributes_read(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> frozenset[str]:
+    """Return the names of attributes that the optimizer's constructor or step looks for on a parameter (``lr_mul``) and a plain one lacks,
+    found by a trial; empty if the class cannot be tried. The caller restores the random state.
+    """
+    names = set[str]()
+
+    class Watched(torch.nn.Parameter):
+        """A parameter that records which attributes it lacks."""
+
+        def __getattr__(self, name: str) -> Any:
+            names.add(name)
+            raise AttributeError(name)
+
+    start, grads = trial_data(optimizer)
+    try:
+        try_steps(optimizer, options, [start.float()], [[grad.float() for grad in grads]], Watched)
+    except Exception:  # another library's constructor or step may raise any error
+        return frozenset()
+    return frozenset(name for name in names if not name.startswith("_"))
+
+
+def plain_attributes(param: Tensor) -> dict[str, Any]:
+    """Return the numbers, texts and switches that a script has stored as attributes of ``param`` (``param.lr_mul = 5.0``)."""
+    return {
+        name: value for name, value in vars(param).items() if name[:1] != "_" and isinstance(value, (bool, int, float, str, type(None)))
+    }
 
 
 class _NoCollectives(TorchDispatchMode):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from hf_zero.comm.collectives import Collectives, Pending
-from hf_zero.core.optimizer.clones import is_mark, state_at_start
+from hf_zero.core.optimizer.clones import is_mark, plain_attributes, state_at_start
 from hf_zero.core.optimizer.common_states import common_states, states_by_param
 from hf_zero.core.optimizer.nested import set_state
 from hf_zero.core.optimizer.owners import Spread, TensorMoves, assign_owners, spread_of, spread_of_experts
@@ -81,7 +81,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
         self._owners |= {entry.slot.name: entry.rank for entry in owned}
         moves = [TensorMoves(unit, [entry for entry in owned if entry.unit == index], net) for index, unit in enumerate(units)]
         added = [
-            WholeParam(move.unit, entry.slot, nn.Parameter(_rest(move.unit, entry.slot)), entry.rank == net.rank, inner)
+            WholeParam(move.unit, entry.slot, _whole_param(move.unit, entry.slot), entry.rank == net.rank, inner)
             for move in moves
             for entry in move.own
         ]
@@ -247,6 +247,15 @@ def _marks(state: Mapping[torch.Tensor, Mapping[str, Any]], whole: Iterable[Whol
 def _parts(unit: Unit) -> dict[str, TpShard]:
     named = ((slot.name, tp_shard_of(param)) for slot, param in zip(unit.layout.slots, unit.params, strict=True) if param is not None)
     return {name: part for name, part in named if part is not None}
+
+
+def _whole_param(unit: Unit, slot: ParamSlot) -> nn.Parameter:
+    """Return the tensor that stands for a parameter in the groups, with the attributes of the parameter that an optimizer may read."""
+    made = nn.Parameter(_rest(unit, slot))
+    own = unit.params[unit.layout.slots.index(slot)] if slot in unit.layout.slots else None
+    if own is not None:  # the parameters of other ranks' experts are not here
+        vars(made).update(plain_attributes(own))
+    return made
 
 
 def _rest(unit: Unit, slot: ParamSlot) -> torch.Tensor:
