@@ -175,10 +175,15 @@ def common_record(optimizer: ShardedOptimizer) -> dict[str, Any]:
     """
     optimizer.state_store.settle()
     found = {}
+    keys: Iterable[Any] = dict.keys(optimizer.inner.state)
+    for other in keys:
+        if not isinstance(other, (torch.Tensor, str)) or (isinstance(other, str) and other.startswith("$")):
+            raise CheckpointError(
+                f"optimizer.state has the key {other!r}, and only tensors of the param groups and texts can be saved: keep the state of a "
+                "parameter in self.state[param]"
+            )
     for key, value in common_states(optimizer.inner).items():
         what = f"optimizer.state[{key!r}]"
-        if not isinstance(key, str) or key.startswith("$"):
-            raise CheckpointError(f"{what}: the key is neither a parameter nor a plain text, and cannot be saved")
         if isinstance(value, dict):
             found[key] = {str(name): encode_scalar(number, f"{what}[{name!r}]") for name, number in value.items()}
         else:

@@ -1,4 +1,4 @@
-"""Handle state that an optimizer keeps for all parameters together, under keys that are no parameters (MADGRAD's count ``state["k"]``).
+"""Handle state that an optimizer keeps for all parameters together, under keys that are texts (MADGRAD's count ``state["k"]``).
 
 Each rank has it whole, and it is the same on all ranks.
 """
@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 
-def common_states(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
-    """Return the states under keys that are no tensors, live values; does not wait for updates."""
-    return {key: value for key, value in dict.items(optimizer.state) if not isinstance(key, torch.Tensor)}
+def common_states(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the states under keys that are texts, live values; does not wait for updates."""
+    state: Any = optimizer.state
+    return {key: value for key, value in dict.items(state) if isinstance(key, str)}
 
 
 def states_by_param(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, Any]]:
@@ -22,8 +23,8 @@ def states_by_param(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict
     return {key: value for key, value in dict.items(optimizer.state) if isinstance(key, torch.Tensor)}
 
 
-def set_common_states(optimizer: torch.optim.Optimizer, values: Mapping[Any, Any]) -> None:
-    """Replace all states under keys that are no tensors with copies of ``values``."""
+def set_common_states(optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> None:
+    """Replace all states under keys that are texts with copies of ``values``."""
     state: dict[Any, Any] = optimizer.state
     for key in common_states(optimizer):
         dict.pop(state, key)

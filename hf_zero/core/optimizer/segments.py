@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -209,6 +210,27 @@ def master_of(unit: Unit) -> torch.Tensor:
     return unit.master
 
 
+@contextmanager
+def stepped(segments: Sequence[OwnedSegment]) -> Iterator[None]:
+    """Let an optimizer step over ``segments`` inside the ``with``, as over parameters: they require gradients there, and values that it
+    gives them in other memory (``param.data = ...``) are copied to the masters.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        held = [segment.tensor.data for segment in segments]
+        for segment in segments:
+            segment.tensor.requires_grad_(True)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for segment, values in zip(segments, held, strict=True):
+                tensor = segment.tensor.requires_grad_(False)
+                if tensor.data_ptr() != values.data_ptr():
+                    values.copy_(tensor.data)
+                    tensor.data = values
+
+
 class SubGroupStepper:
     """Driver of one step of ``optimizer``, sub-group by sub-group.
 
@@ -276,7 +298,8 @@ class SubGroupStepper:
             wide = grad.to(torch.promote_types(self._accumulation_dtype, segment.tensor.dtype))
             segment.tensor.grad = (wide.mul_(factor) if factor != 1.0 else wide).to(segment.tensor.dtype)
         try:
-            other.step()
+            with stepped(segments):
+                other.step()
         finally:
             for segment in segments:
                 segment.tensor.grad = None

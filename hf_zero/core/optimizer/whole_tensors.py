@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.core.optimizer.clones import is_mark, plain_attributes, state_at_start
-from hf_zero.core.optimizer.common_states import common_states, states_by_param
+from hf_zero.core.optimizer.common_states import common_states, set_common_states, states_by_param
 from hf_zero.core.optimizer.nested import set_state
 from hf_zero.core.optimizer.owners import Spread, TensorMoves, assign_owners, spread_of, spread_of_experts
 from hf_zero.core.optimizer.param_states import OwnerStates, WholeParam
@@ -68,7 +68,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
         if marks and all(map(is_mark, marks.values())):
             common = common_states(inner)
             set_state(inner, _marks(marks, self.whole))
-            inner.state.update(common)
+            set_common_states(inner, common)
         super().__init__(inner, units, state_store)
         self.own.fetch, self.own.send = self._fetch, self._scatter
 
