@@ -19,6 +19,7 @@ from hf_zero.checkpoint.format.values import Decoder, Encoder, encode_scalar
 from hf_zero.checkpoint.state.takeover import Takeover
 from hf_zero.checkpoint.state.training_state import TensorAxis
 from hf_zero.core.optimizer.clones import row_names, state_at_start
+from hf_zero.core.optimizer.common_states import common_states, set_common_states
 from hf_zero.core.optimizer.segments import OwnedSegment
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.units.layout import FROZEN, ParamSlot
@@ -166,6 +167,30 @@ def group_records(optimizer: ShardedOptimizer, encoder: Encoder) -> tuple[GroupR
     return tuple(records)
 
 
+def common_record(optimizer: ShardedOptimizer) -> dict[str, Any]:
+    """Return the encoded states that the optimizer keeps under keys that are no parameters (a count of steps).
+
+    Raises:
+        CheckpointError: A key is no text, or a value is neither a number, a tensor of one number, nor a dict of such values.
+    """
+    optimizer.state_store.settle()
+    found = {}
+    keys: Iterable[Any] = dict.keys(optimizer.inner.state)
+    for other in keys:
+        if not isinstance(other, (torch.Tensor, str)) or (isinstance(other, str) and other.startswith("$")):
+            raise CheckpointError(
+                f"optimizer.state has the key {other!r}, and only tensors of the param groups and texts can be saved: keep the state of a "
+                "parameter in self.state[param]"
+            )
+    for key, value in common_states(optimizer.inner).items():
+        what = f"optimizer.state[{key!r}]"
+        if isinstance(value, dict):
+            found[key] = {str(name): encode_scalar(number, f"{what}[{name!r}]") for name, number in value.items()}
+        else:
+            found[key] = encode_scalar(value, what)
+    return found
+
+
 def complete_groups(groups: Sequence[GroupRecord], units: Iterable[UnitRecord]) -> tuple[GroupRecord, ...]:
     """Return rank 0's param groups, completed with the parameters of other pipeline stages that ``units`` lists."""
     names = [dict.fromkeys(group.params) for group in groups]
@@ -233,6 +258,7 @@ class GroupsPlan:
         self._numbers = record.numbers()
         self._takeover = Takeover(optimizer, record, catalog, self.whole)
         self._groups = [self._match(index) for index in range(len(optimizer.param_groups))]
+        self._common: dict[str, Any] | None = None if self._takeover.foreign else decoder.decode(record.common)
 
     def warn_of_fresh(self, names: Sequence[str]) -> None:
         """Warn once that the optimizer states of the parameters ``names`` start from zero; do nothing without names."""
@@ -267,9 +293,12 @@ class GroupsPlan:
         return set()
 
     def apply(self) -> None:
-        """Set the hyper-parameters of the optimizer's param groups to the saved values; local."""
+        """Set the hyper-parameters of the param groups, and states under keys that are no parameters, to the saved values; local."""
         for group, values in zip(self.optimizer.param_groups, self._groups, strict=True):
             _update_group(group, values)
+        if self._common is not None:
+            self.optimizer.state_store.settle()
+            set_common_states(self.optimizer.inner, self._common)
 
 
 class OptimizerPlan(GroupsPlan):
