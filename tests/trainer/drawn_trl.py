@@ -79,7 +79,7 @@ def arguments_of(run: Drawn, models: Path, folder: Path, zero: bool) -> Any:
     options |= {"max_steps": STEPS, "learning_rate": 1e-2 if run["adapter"] else 1e-3, "bf16": False, "eval_steps": 2, "adam_epsilon": 1e-4}
     if run["optim"] == "sgd":
         options["learning_rate"] = 0.1
-    if run["resume"] or run["habit"] == "saves":
+    if run["resume"]:
         options |= {"save_strategy": "steps", "save_steps": 2}
     if "max_length" in cls.__dataclass_fields__:
         options["max_length"] = 16

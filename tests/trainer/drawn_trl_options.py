@@ -124,7 +124,7 @@ OTHERS: dict[str, list[Any]] = {
     "rewards": ["function", "model", "two"],
     "adapter": [None, *KINDS],
     "made": list(MADE),
-    "habit": [None, "merges", "bema", "completions", "saves dict"],
+    "habit": [None, "merges", "bema", "completions"],
     "resume": [0, 2],
 }
 
@@ -210,6 +210,8 @@ def made_valid(run: Drawn) -> Drawn:
     if name == "a2po":
         run["made"], run["habit"] = "by the trainer", None
         run["stage"], run["adapter"], run["offload"] = min(run["stage"], 2), None, None if run["offload"] == "both" else run["offload"]
+    if name == "sdpo":
+        run["resume"], run["gradient_accumulation_steps"] = 0, 2  # with 3 TRL's ranks wait for each other under DDP too
     if name == "sdft" and own.get("distillation_mode", "topk_logits") == "topk_logits":
         own["distillation_topk"] = 8
     if name == "online_dpo" and run["adapter"] is None and run["stage"] == 3:
