@@ -21,7 +21,7 @@ from hf_zero.checkpoint.format.plausible import check_alike, check_values, missi
 from hf_zero.checkpoint.format.tp_shards import SavedTpShard
 from hf_zero.checkpoint.format.values import Decoder
 from hf_zero.checkpoint.state.averages import restore_averages
-from hf_zero.checkpoint.state.optimizer_state import GroupsPlan, OptimizerPlan
+from hf_zero.checkpoint.state.optimizer_state import GroupsPlan, OptimizerPlan, for_present_groups, sources_of_groups
 from hf_zero.checkpoint.state.param_states import ParamStatesPlan
 from hf_zero.checkpoint.state.rank_states import restore_rank_states
 from hf_zero.checkpoint.state.training_state import Loaded, TrainingState, values_of
@@ -277,13 +277,20 @@ class _Plan:
     def _plan_scheduler(self) -> Any:
         """Return the saved state of the scheduler where it is wanted; None when there is none."""
         request, scheduler = self.request, self.state.scheduler
-        if not request.scheduler_states or request.module_only or scheduler is None:
+        if not request.scheduler_states or request.module_only:
+            return None
+        if scheduler is None:
+            if self.index.scheduler is not None:
+                log_rank0("%s holds the state of a scheduler; this engine has none, so it is not loaded", self.reader.folder)
             return None
         saved = self._decoder.decode(self.index.scheduler)
         if saved is None:
-            log_rank0("%s holds no scheduler state; the scheduler of this engine starts from its first step", self.reader.folder)
+            log_rank0("%s holds no scheduler state; the scheduler of this engine stays at its present step", self.reader.folder)
         check_values(saved, "scheduler")
         present = scheduler.state_dict()
+        if self.state.optimizer is not None and self.index.optimizer is not None:
+            groups = self.index.optimizer.groups
+            saved = for_present_groups(saved, present, sources_of_groups(self.state.optimizer, groups, self.catalog), len(groups))
         check_alike(present, saved, "scheduler")
         lost = sorted(missing_settings(present, saved)) if isinstance(saved, dict) else []
         if lost:
