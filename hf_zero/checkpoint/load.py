@@ -16,7 +16,7 @@ from hf_zero.checkpoint.commit import agreement, folders, node_local
 from hf_zero.checkpoint.files.catalog import Catalog, Located
 from hf_zero.checkpoint.files.tensor_reader import Copy, RangeReader
 from hf_zero.checkpoint.format.index import Index
-from hf_zero.checkpoint.format.names import DTYPES, INDEX_FILE, values_file
+from hf_zero.checkpoint.format.names import CONVERTED, DTYPES, INDEX_FILE, values_file
 from hf_zero.checkpoint.format.plausible import check_alike, check_values, missing_settings
 from hf_zero.checkpoint.format.tp_shards import SavedTpShard
 from hf_zero.checkpoint.format.values import Decoder
@@ -26,12 +26,14 @@ from hf_zero.checkpoint.state.param_states import ParamStatesPlan
 from hf_zero.checkpoint.state.rank_states import restore_rank_states
 from hf_zero.checkpoint.state.training_state import Loaded, TrainingState, values_of
 from hf_zero.core.averages import AveragedWeights
+from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
-from hf_zero.core.units.marks import is_packed, is_wrapped
+from hf_zero.core.units.layout import FROZEN
+from hf_zero.core.units.marks import is_elsewhere, is_packed, is_wrapped
 from hf_zero.core.units.unit import Unit
 from hf_zero.core.units.values import all_gather_updated, publish, write_back
 from hf_zero.errors import CheckpointError
-from hf_zero.observe import log_rank0, span
+from hf_zero.observe import log_rank0, span, warn_once
 from hf_zero.system.object_store import Place, place_of, raw
 from hf_zero.system.secrets import without_credentials
 
@@ -207,6 +209,8 @@ class _Plan:
             self._optimizer = ParamStatesPlan(state.optimizer, self.catalog, decoder, self.reader)
         elif wants_optimizer and state.optimizer is not None:
             self._optimizer = OptimizerPlan(state.optimizer, state.tensor, self.catalog, decoder)
+        if self._optimizer is not None:
+            self._warn_of_left(self._optimizer.optimizer)
 
     # -- planning
 
@@ -218,6 +222,11 @@ class _Plan:
         stored = set(self._buffer_files)
         missing = sorted(model - self.catalog.names - excluded) + sorted(buffers - stored)
         spare = sorted(self.catalog.names - model - set(aliases) - stored) + sorted(stored - buffers)
+        # Rank 0 saves extra states, and other libraries may not have them.
+        if self.state.everyone.rank == 0 and self.index.library != CONVERTED:
+            own = {f"the extra state of {name or 'the model'}" for name, _ in self.state.modules_with_extra_state()}
+            kept = {f"the extra state of {name or 'the model'}" for name in self.index.extra_state}
+            missing, spare = missing + sorted(own - kept), spare + sorted(kept - own)
         problems = []
         if missing:
             problems.append(f"the checkpoint lacks {_some(missing)} of this model")
@@ -225,6 +234,17 @@ class _Plan:
             problems.append(f"this model lacks {_some(spare)} of the checkpoint")
         if problems:
             raise CheckpointError(f"{'; '.join(problems)}. Load into the model that was saved, or pass load_module_strict=False")
+
+    def _warn_of_left(self, optimizer: ShardedOptimizer) -> None:
+        """Warn of saved optimizer states whose parameters are frozen now."""
+        trained = {slot.name for unit in optimizer.units for slot in unit.layout.slots if slot.group != FROZEN}
+        named = [name for name, param in self.state.module.named_parameters() if name not in trained and not is_elsewhere(param)]
+        left = [name for name in named if (found := self.catalog.find(self._name(name))) is not None and found.trained]
+        if left:
+            warn_once(
+                f"the checkpoint holds optimizer states of {len(left)} parameters that this engine does not train ({left[0]}, ...): they "
+                "are not loaded, and checkpoints saved from now on lack them"
+            )
 
     def _name(self, name: str) -> str:
         """Return the name by which the checkpoint knows a parameter, out of its names in this model."""

@@ -112,7 +112,9 @@ class Plain:
                     (group["lr"],) = lrs
         self.optimizer = optimizer
         if self.run["average"]:
-            self.average = {name: self.average[name] for name in self.averaged() if name in (self.average or {})}
+            before = self.average or {}
+            fresh = self.averaged() if self.average is not None else {}  # trained only now: from the loaded weights
+            self.average = {name: before.get(name, value.detach().clone()) for name, value in fresh.items()}
 
     def end(self) -> None:
         by_param = {param: name for name, param in self.model.named_parameters()}

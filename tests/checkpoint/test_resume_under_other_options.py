@@ -1,7 +1,8 @@
-"""A checkpoint resumed with param groups in another order or number, and with another class of the same optimizer."""
+"""A checkpoint resumed with param groups in another order or number, another class of the same optimizer, or parts that were not there."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +121,75 @@ def test_settings_that_the_other_class_lacks_are_named(tmp_path: Path, name: str
     *case, expected = REFUSED[name]
     first, second = ranks.run_ranks(_refused, 2, str(tmp_path), *case)
     assert first == second and expected in first and "load_optimizer_states=False" in first
+
+
+# -- parts that only one of the two has ---------------------------------------------------------------------------------
+
+
+class Counts(torch.nn.Linear):
+    """A layer with state of its own kind."""
+
+    def get_extra_state(self) -> Any:
+        return {"count": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.count = state["count"]
+
+
+def _extra_state(folder: str) -> list[str]:
+    import hf_zero
+
+    said = []
+    for name, kinds in (("with", (Counts, torch.nn.Linear)), ("without", (torch.nn.Linear, Counts))):
+        for index, kind in enumerate(kinds):
+            model = torch.nn.Sequential(torch.nn.Linear(2, 2), kind(2, 2))
+            settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}
+            engine = hf_zero.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=settings)[0]
+            if not index:
+                engine.save_checkpoint(f"{folder}/{name}")
+            else:
+                with pytest.raises(CheckpointError) as caught:
+                    engine.load_checkpoint(f"{folder}/{name}")
+                said.append(str(caught.value))
+                engine.load_checkpoint(f"{folder}/{name}", load_module_strict=False)
+            engine.destroy()
+    return said
+
+
+def test_extra_state_that_only_one_side_has_is_named(tmp_path: Path) -> None:
+    for said in ranks.run_ranks(_extra_state, 2, str(tmp_path)):
+        assert "this model lacks the extra state of 1 of the checkpoint" in said[0]
+        assert "the checkpoint lacks the extra state of 1 of this model" in said[1]
+
+
+def _partly_frozen(folder: str, frozen: str) -> list[str]:
+    import hf_zero
+    from hf_zero import observe
+
+    seen: list[str] = []
+    for name in ("", frozen):
+        model = build(0)
+        if name:
+            model.get_submodule(name).requires_grad_(False)
+        optimizer = torch.optim.AdamW([{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups(model)])
+        settings = config(2, "fp32")
+        if name:
+            del settings["scheduler"]
+        engine = hf_zero.initialize(model=model, optimizer=optimizer, config=settings)[0]
+        if name:
+            handler = logging.Handler()
+            handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
+            observe.logger.addHandler(handler)
+            engine.load_checkpoint(folder)
+            observe.logger.removeHandler(handler)
+        else:
+            steps(engine, 0, 1)
+            engine.save_checkpoint(folder)
+        engine.destroy()
+    return seen
+
+
+def test_states_that_are_not_loaded_are_named(tmp_path: Path) -> None:
+    said = "\n".join(ranks.run_ranks(_partly_frozen, 2, str(tmp_path), "entry")[0])
+    assert "holds optimizer states of 2 parameters that this engine does not train (entry.weight, ...)" in said
+    assert "holds the state of a scheduler; this engine has none" in said
