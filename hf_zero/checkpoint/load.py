@@ -299,23 +299,35 @@ class _Plan:
         request, scheduler = self.request, self.state.scheduler
         if not request.scheduler_states or request.module_only:
             return None
+        sources, groups = self._sources_of_groups()
         if scheduler is None:
             if self.index.scheduler is not None:
                 log_rank0("%s holds the state of a scheduler; this engine has none, so it is not loaded", self.reader.folder)
+            elif request.optimizer_states and sources != list(range(groups)):
+                warn_once(
+                    f"the param groups of this optimizer are the saved groups {sources} of {groups}: hyper-parameters follow their "
+                    "parameters, but a scheduler whose state the script loads itself keeps its rates by position (base_lrs of torch's). "
+                    "Use the groups that were saved, or give the scheduler to initialize()"
+                )
             return None
         saved = self._decoder.decode(self.index.scheduler)
         if saved is None:
             log_rank0("%s holds no scheduler state; the scheduler of this engine stays at its present step", self.reader.folder)
         check_values(saved, "scheduler")
         present = scheduler.state_dict()
-        if self.state.optimizer is not None and self.index.optimizer is not None:
-            groups = self.index.optimizer.groups
-            saved = for_present_groups(saved, present, sources_of_groups(self.state.optimizer, groups, self.catalog), len(groups))
+        saved = for_present_groups(saved, present, sources, groups)
         check_alike(present, saved, "scheduler")
         lost = sorted(missing_settings(present, saved)) if isinstance(saved, dict) else []
         if lost:
             raise CheckpointError(f"the checkpoint lacks {', '.join(lost)} of the scheduler")
         return saved
+
+    def _sources_of_groups(self) -> tuple[list[int | None], int]:
+        """Return the saved group of each present param group, and the number of saved groups; none without an optimizer."""
+        if self.state.optimizer is None or self.index.optimizer is None:
+            return [], 0
+        groups = self.index.optimizer.groups
+        return sources_of_groups(self.state.optimizer, groups, self.catalog), len(groups)
 
     # -- carrying out
 

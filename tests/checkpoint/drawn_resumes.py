@@ -112,9 +112,10 @@ class Plain:
                     (group["lr"],) = lrs
         self.optimizer = optimizer
         if self.run["average"]:
-            before = self.average or {}
-            fresh = self.averaged() if self.average is not None else {}  # trained only now: from the loaded weights
-            self.average = {name: before.get(name, value.detach().clone()) for name, value in fresh.items()}
+            if self.average is None:
+                self.average = {}
+            else:  # a parameter that is trained only now starts from its loaded value
+                self.average = {**{name: value.detach().clone() for name, value in self.averaged().items()}, **self.average}
 
     def end(self) -> None:
         by_param = {param: name for name, param in self.model.named_parameters()}
@@ -135,8 +136,9 @@ class Plain:
                 self.scheduler.step()
             self.step += 1
             if self.average is not None:
-                for name, param in self.averaged().items():
-                    self.average.setdefault(name, param.detach().clone()).lerp_(param.detach(), 0.1)
+                params = dict(self.model.named_parameters())
+                for name in {*self.averaged(), *self.average}:
+                    self.average.setdefault(name, params[name].detach().clone()).lerp_(params[name].detach(), 0.1)
             seen["loss"].append(loss.item())
             seen["norm"].append(float(norm))
             seen["lr"].append(lrs_by_name(self.model, self.optimizer))
@@ -152,7 +154,8 @@ class Plain:
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.ndim and value.numel():
                     found[f"{key} {names[param]}"] = value.clone()
-        for name, value in (self.average or {}).items():
+        for name in self.averaged() if self.average is not None else ():
+            value = self.average[name]
             found[f"average {name}"] = value.clone()
         return found
 

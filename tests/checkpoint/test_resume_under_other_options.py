@@ -162,7 +162,7 @@ def test_extra_state_that_only_one_side_has_is_named(tmp_path: Path) -> None:
         assert "the checkpoint lacks the extra state of 1 of this model" in said[1]
 
 
-def _partly_frozen(folder: str, frozen: str) -> list[str]:
+def _said_of_states(folder: str, frozen: str, scheduled: bool) -> list[str]:
     import hf_zero
     from hf_zero import observe
 
@@ -171,9 +171,9 @@ def _partly_frozen(folder: str, frozen: str) -> list[str]:
         model = build(0)
         if name:
             model.get_submodule(name).requires_grad_(False)
-        optimizer = torch.optim.AdamW([{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups(model)])
+        optimizer = torch.optim.AdamW(groups(model, reverse=bool(name)))
         settings = config(2, "fp32")
-        if name:
+        if name or not scheduled:
             del settings["scheduler"]
         engine = hf_zero.initialize(model=model, optimizer=optimizer, config=settings)[0]
         if name:
@@ -190,6 +190,8 @@ def _partly_frozen(folder: str, frozen: str) -> list[str]:
 
 
 def test_states_that_are_not_loaded_are_named(tmp_path: Path) -> None:
-    said = "\n".join(ranks.run_ranks(_partly_frozen, 2, str(tmp_path), "entry")[0])
+    said = "\n".join(ranks.run_ranks(_said_of_states, 2, str(tmp_path / "engine"), "entry", True)[0])
     assert "holds optimizer states of 2 parameters that this engine does not train (entry.weight, ...)" in said
     assert "holds the state of a scheduler; this engine has none" in said
+    said = "\n".join(ranks.run_ranks(_said_of_states, 2, str(tmp_path / "script"), "entry", False)[0])
+    assert "groups of this optimizer are the saved groups [1, 0] of 2" in said and "a scheduler whose state the script loads itself" in said
