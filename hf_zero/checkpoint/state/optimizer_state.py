@@ -178,9 +178,17 @@ def complete_groups(groups: Sequence[GroupRecord], units: Iterable[UnitRecord]) 
 
 
 def sources_of_groups(optimizer: ShardedOptimizer, groups: Sequence[GroupRecord], catalog: Catalog) -> list[int | None]:
-    """Return for each present param group the index of the first saved group with a parameter of it; None if there is none."""
+    """Return for each present param group the index of the first saved group with a parameter of it; None if there is none.
+
+    A group without parameters on this rank (of another pipeline stage) is taken to be the saved group at its position.
+    """
     names = [{catalog.canonical(name) for name in _names(optimizer.units, index)} for index in range(len(optimizer.param_groups))]
-    return [next((index for index, saved in enumerate(groups) if own & set(saved.params)), None) for own in names]
+    return [
+        next((place for place, saved in enumerate(groups) if own & set(saved.params)), None)
+        if own
+        else (index if index < len(groups) else None)
+        for index, own in enumerate(names)
+    ]
 
 
 def for_present_groups(saved: Any, present: Any, sources: Sequence[int | None], count: int) -> Any:
