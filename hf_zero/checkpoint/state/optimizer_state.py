@@ -29,6 +29,7 @@ from hf_zero.observe import warn_once
 
 # Options of the implementation, which do not change results. The present values stay, so that a run can move between devices.
 _EXECUTION_KEYS = frozenset({"params", "fused", "foreach", "capturable"})
+_PER_GROUP = ("lr", "lrs", "lambdas", "momentums")  # last words of a scheduler's keys such as base_lrs, _last_lr, lr_lambdas
 
 
 # -- to files ---------------------------------------------------------------------------------------------------------
@@ -201,6 +202,58 @@ def complete_groups(groups: Sequence[GroupRecord], units: Iterable[UnitRecord]) 
     return tuple(replace(group, params=tuple(own)) for group, own in zip(groups, names, strict=True))
 
 
+def sources_of_groups(optimizer: ShardedOptimizer, groups: Sequence[GroupRecord], catalog: Catalog) -> list[int | None]:
+    """Return for each present param group the index of the first saved group with a parameter of it; None if there is none.
+
+    A group without parameters on this rank (of another pipeline stage) is taken to be the saved group at its position.
+    """
+    names = [{catalog.canonical(name) for name in _names(optimizer.units, index)} for index in range(len(optimizer.param_groups))]
+    return [
+        next((place for place, saved in enumerate(groups) if own & set(saved.params)), None)
+        if own
+        else (index if index < len(groups) else None)
+        for index, own in enumerate(names)
+    ]
+
+
+def for_present_groups(saved: Any, present: Any, sources: Sequence[int | None], count: int) -> Any:
+    """Return the saved state of a scheduler with its values per param group in the order of the present groups.
+
+    Param groups take over hyper-parameters by parameter name, so the learning rates that a scheduler keeps must follow them: torch's
+    ``base_lrs`` and the like are lists by position. States of inner schedulers (``_schedulers``) are changed too.
+
+    Args:
+        saved: Saved state of the scheduler, decoded.
+        present: State of the present scheduler; a present group without a saved one keeps its value.
+        sources: Index of the saved group of each present group; None if there is none.
+        count: Number of saved groups.
+
+    Raises:
+        CheckpointError: The present scheduler lacks a value for a present group without a saved one.
+    """
+    if list(sources) == list(range(count)) or not isinstance(saved, Mapping):
+        return saved
+    found = dict(saved)
+    for key, value in saved.items():
+        own = present.get(key) if isinstance(present, Mapping) else None
+        if isinstance(value, (list, tuple)) and len(value) == count and key.rsplit("_", 1)[-1] in _PER_GROUP:
+            found[key] = type(value)(_value(key, value, own, index, source) for index, source in enumerate(sources))
+        elif isinstance(value, list) and isinstance(own, list) and len(own) == len(value):  # states of inner schedulers
+            found[key] = [for_present_groups(one, other, sources, count) for one, other in zip(value, own, strict=True)]
+    return found
+
+
+def _value(key: str, saved: Sequence[Any], present: Any, index: int, source: int | None) -> Any:
+    if source is not None:
+        return saved[source]
+    if isinstance(present, (list, tuple)) and index < len(present):
+        return present[index]
+    raise CheckpointError(
+        f"scheduler[{key!r}] has a value for each of {len(saved)} saved param groups, and none for param group {index} of this optimizer, "
+        "whose parameters were not trained: pass load_lr_scheduler_states=False"
+    )
+
+
 def _names(units: Sequence[Unit], group: int) -> tuple[str, ...]:
     return tuple(slot.name for unit in units for slot in unit.layout.slots if slot.group == group)
 
@@ -283,7 +336,8 @@ class GroupsPlan:
         check_group(values, f"param group {index}")
         taken = self._takeover.settings(group, {key: value for key, value in values.items() if key not in _EXECUTION_KEYS})
         check_alike({key: value for key, value in group.items() if key != "params"}, taken, f"param group {index}")
-        lost = [] if self._takeover.foreign or not values else sorted(missing_settings(group, values))
+        self._takeover.check_switches(group, taken, f"param group {index}")
+        lost = sorted(missing_settings(group, values)) if self._takeover.same_class and values else []
         if lost:
             raise CheckpointError(f"param group {index}: the checkpoint lacks the keys {', '.join(lost)}; it has {sorted(values)}")
         return taken
@@ -340,9 +394,8 @@ class OptimizerPlan(GroupsPlan):
                 for slot, found in trained:
                     self._copy(segment, slot, found, state, flat[state])
         numbers = self._numbers_of(trained)
-        lost = self._takeover.lacks(segment.group, {*flat, *numbers}) if flat else set()
-        if lost:
-            raise CheckpointError(f"the optimizer state of {trained[0][0].name} lacks {', '.join(sorted(lost))}: the index was changed")
+        if flat:
+            self._takeover.check_complete(segment.group, {*flat, *numbers}, trained[0][0].name)
         return SegmentPlan(segment, flat, numbers)
 
     def _room(self, segment: OwnedSegment, state: str, dtype: torch.dtype, whole: bool) -> torch.Tensor:
