@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 TRIAL_SHAPE = (4, 6)
 TRIAL_STEPS = 3
 _TRIAL_NUMEL = 16
-NO_ATTRIBUTES = frozenset({"param_groups", "state", "defaults"})
+_NO_ATTRIBUTES = frozenset({"param_groups", "state", "defaults"})
 
 
 class CollectiveError(BaseException):
@@ -30,6 +30,11 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
+def is_foreign(name: str) -> bool:
+    """Return whether the attribute ``name`` of an optimizer is none of its class's own: torch's, or a note that hf_zero left on it."""
+    return name in _NO_ATTRIBUTES or name.startswith("_hf_zero")
+
+
 def nested_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """Return the optimizers that ``optimizer`` holds in its attributes, also inside lists, tuples and dicts, and those that they hold."""
     found: dict[int, torch.optim.Optimizer] = {}
@@ -40,7 +45,7 @@ def nested_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
             if id(item) in found:
                 continue
             found[id(item)] = item
-            waiting += [value for name, value in vars(item).items() if not name.startswith("_hf_zero") and name not in NO_ATTRIBUTES]
+            waiting += [value for name, value in vars(item).items() if not is_foreign(name)]
         elif type(item) in (list, tuple):
             waiting += [value for value in item if isinstance(value, (torch.optim.Optimizer, list, tuple, dict))]
         elif type(item) is dict:
@@ -68,7 +73,7 @@ def clone(
                 other = memo[id(item)] = object.__new__(type(item))
                 same = item.param_groups is optimizer.param_groups
                 own = groups if same else [others[id(group)] for group in item.param_groups if id(group) in others]
-                values = {name: value if name in NO_ATTRIBUTES else cloned(value) for name, value in vars(item).items()}
+                values = {name: value if is_foreign(name) else cloned(value) for name, value in vars(item).items()}
                 values.pop("step", None)  # a scheduler that counts calls replaces ``step`` by a method bound to the original
                 vars(other).update(values)
                 other.param_groups = own

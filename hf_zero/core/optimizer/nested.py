@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from hf_zero.core.optimizer.clones import NO_ATTRIBUTES, TRIAL_STEPS, CollectiveError, clone, nested_of, options_of, trial_data
+from hf_zero.core.optimizer.clones import TRIAL_STEPS, CollectiveError, clone, is_foreign, nested_of, options_of, trial_data
 from hf_zero.errors import ConfigError
 from hf_zero.observe import warn_once
 
@@ -52,7 +52,7 @@ def require_state(optimizer: Optimizer) -> None:
     wanted = [[param.shape for param in params] for params in (*groups, [param for group in groups for param in group])]
     for one in (optimizer, *nested_of(optimizer)):
         for name, value in vars(one).items():
-            if name in NO_ATTRIBUTES or name.startswith("_hf_zero"):
+            if is_foreign(name):
                 continue
             tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
             shapes = [tensor.shape for tensor in tensors if id(tensor) not in known]
