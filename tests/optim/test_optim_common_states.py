@@ -114,3 +114,58 @@ def _cannot_be_saved(folder: str) -> None:
 
 def test_a_state_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
     ranks.run_ranks(_cannot_be_saved, 2, str(tmp_path))
+
+
+class InPlace(torch.optim.Optimizer):
+    """A rate that falls with the steps, counted in an attribute or an option of the group that the step changes in place."""
+
+    def __init__(self, params: Any, where: str = "table") -> None:
+        super().__init__(params, {"lr": 0.3, "count": torch.zeros(())})
+        self.where, self.table, self.tensor, self.past = where, {"of": {"k": 0}}, torch.zeros(()), [0.0]
+
+    def _count(self) -> float:
+        """Count this step, and return its number."""
+        if self.where == "table":
+            self.table["of"]["k"] += 1
+            return float(self.table["of"]["k"])
+        if self.where == "list":
+            self.past.append(self.past[-1] + 1)
+            return self.past[-1]
+        return float((self.tensor if self.where == "tensor" else self.param_groups[0]["count"]).add_(1))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        count = self._count()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"] / count)
+
+
+def _counts_in_place(where: str) -> None:
+    for stage in (1, 2, 3):
+        plain, model = _model(), _model()
+        zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}, "sub_group_size": 40, "stage3_param_persistence_threshold": 0}
+        config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0, "zero_optimization": zero}
+        config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+        own = InPlace(model.parameters(), where)
+        engine, optimizer = hf_zero.initialize(model=model, optimizer=own, config=config)[0], InPlace(plain.parameters(), where)
+        _steps(engine, 0, 3)
+        for step in range(3):
+            for rank in range(ranks.world()):
+                (_loss(plain, step, rank) / ranks.world()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with hf_zero.zero.GatheredParameters(list(model.parameters())):
+            for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(found, expected)
+        counted = engine.optimizer.inner
+        assert (counted.table["of"]["k"], counted.past[-1], float(counted.tensor)) == {
+            "table": (3, 0.0, 0.0), "list": (0, 3.0, 0.0), "tensor": (0, 0.0, 3.0), "group": (0, 0.0, 0.0)
+        }[where]  # fmt: skip
+        engine.destroy()
+
+
+@pytest.mark.parametrize("where", ["table", "list", "tensor", "group"])
+def test_a_count_that_a_step_changes_in_place_is_counted_once_with_sub_groups(where: str) -> None:
+    ranks.run_ranks(_counts_in_place, 2, where)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,10 +14,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hf_zero.core.optimizer.step_values import ChangedInPlace, is_foreign
+
 TRIAL_SHAPE = (4, 6)
 TRIAL_STEPS = 3
 _TRIAL_NUMEL = 16
-_NO_ATTRIBUTES = frozenset({"param_groups", "state", "defaults"})
 
 
 class CollectiveError(BaseException):
@@ -28,11 +30,6 @@ class CollectiveError(BaseException):
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a param group, without its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def is_foreign(name: str) -> bool:
-    """Return whether the attribute ``name`` of an optimizer is none of its class's own: torch's, or a note that hf_zero left on it."""
-    return name in _NO_ATTRIBUTES or name.startswith("_hf_zero")
 
 
 def nested_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
@@ -88,6 +85,16 @@ def clone(
 
     made: torch.optim.Optimizer = cloned(optimizer)
     return made
+
+
+@contextmanager
+def unchanged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Restore what steps of clones inside the ``with`` change in place in attributes and options that they share with ``optimizer``."""
+    values = ChangedInPlace([optimizer, *nested_of(optimizer)])
+    try:
+        yield
+    finally:
+        values.restore()
 
 
 def build_anew(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -257,7 +264,7 @@ def state_after_a_step(optimizer: torch.optim.Optimizer, group: int, param: Tens
     twin.grad = torch.zeros_like(twin)
     state: Any = defaultdict(dict)
     options = copy.deepcopy(options_of(optimizer.param_groups[group]))
-    with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
+    with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"), unchanged(optimizer):
         clone(optimizer, [{**options, "params": [twin]}], state, [optimizer.param_groups[group]]).step()
     return dict(state[twin])
 
@@ -281,7 +288,8 @@ def state_types(optimizer: torch.optim.Optimizer, dtype: torch.dtype, device: to
             trial = clone(optimizer, [{**values, "params": [vector]}], state, [group])
             if optimizer.state:  # made at construction
                 trial.state = state = build_anew(optimizer, [{**values, "params": [vector]}]).state
-            trial.step()
+            with unchanged(optimizer):
+                trial.step()
         except Exception:  # another library's optimizer may raise any error on a tensor that it was not made for
             return {"state 1": torch.float32, "state 2": torch.float32}
         entries = state[vector].items() if vector in state else ()

@@ -15,7 +15,8 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from hf_zero.core.optimizer.clones import TRIAL_STEPS, CollectiveError, clone, is_foreign, nested_of, options_of, trial_data
+from hf_zero.core.optimizer.clones import TRIAL_STEPS, CollectiveError, clone, nested_of, options_of, trial_data, unchanged
+from hf_zero.core.optimizer.step_values import is_foreign
 from hf_zero.errors import ConfigError
 from hf_zero.observe import warn_once
 
@@ -134,9 +135,10 @@ def _shared_name(optimizer: Optimizer) -> str:
                 trial = clone(optimizer, [{**options_of(group), "params": [vector]}], defaultdict(dict), [group])
                 for other in nested_of(trial):
                     other.state = defaultdict(dict)
-                for grad in grads[:TRIAL_STEPS]:
-                    vector.grad = grad.float().flatten()
-                    trial.step()
+                with unchanged(optimizer):
+                    for grad in grads[:TRIAL_STEPS]:
+                        vector.grad = grad.float().flatten()
+                        trial.step()
             except (Exception, CollectiveError):  # another library's step may raise any error
                 continue
             names = [name for one in (trial, *nested_of(trial)) for name in _entries(one.state, vector)]

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.core.optimizer.clones import clone, is_mark
+from hf_zero.core.optimizer.clones import clone, is_mark, nested_of
 from hf_zero.core.optimizer.common_states import common_states, set_common_states, states_by_param
 from hf_zero.core.optimizer.master_parts import new_part
 from hf_zero.core.optimizer.nested import require_own_groups, require_state
+from hf_zero.core.optimizer.step_values import ChangedInPlace
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import ConfigError, StateError
@@ -237,8 +238,8 @@ class SubGroupStepper:
     [Note: stepping by sub-groups] Each sub-group is stepped by a clone: an object of the same class with the same attributes and the same
     state dict, whose groups hold the sub-group's segments and the options that the groups had when the step began. So all sub-groups see
     the same value of a counter that an optimizer keeps in its groups (schedule-free ones do), its attributes or its state (MADGRAD does),
-    as in one common step; a learning rate that changes meanwhile has no effect; and the step of a sub-group does not read the segments of
-    others.
+    as in one common step, also where the step changes it in place; a learning rate that changes meanwhile has no effect; and the step of a
+    sub-group does not read the segments of others.
 
     Args:
         optimizer: The inner optimizer.
@@ -258,6 +259,7 @@ class SubGroupStepper:
         self.values = [_values(group) for group in optimizer.param_groups]
         self._attributes = dict(vars(optimizer))
         self._common = deepcopy(common_states(optimizer))
+        self._in_place = None if isinstance(optimizer, HostOptimizer) else ChangedInPlace([optimizer, *nested_of(optimizer)])
         self._after: torch.optim.Optimizer | None = None  # the clone that stepped last
 
     @torch.no_grad()
@@ -286,6 +288,8 @@ class SubGroupStepper:
         else:
             if self._after is not None and common_states(self.optimizer):
                 set_common_states(self.optimizer, self._common)
+            if self._after is not None and self._in_place is not None:
+                self._in_place.restore()
             self._step(other, segments, grads, factor)
             _copy_to([segment.tensor for segment in segments], targets)
         self._after = other
