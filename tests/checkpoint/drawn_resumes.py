@@ -327,7 +327,8 @@ def compared(run: Drawn, folder: Path) -> list[str]:
         try:
             found = ranks.run_ranks(part_of, part["ranks"], run, number, first, folder, timeout=60)
         except ranks.RankError as error:
-            said = [outcome.text.strip().splitlines()[-1][:400] for outcome in error.outcomes]
+            texts = [outcome.text.partition("\noutput of rank")[0].strip() for outcome in error.outcomes]
+            said = [text.splitlines()[-1][:400] if text else "" for text in texts]
             return [*lines, *(f"part {number} raises: {text}" for text in sorted(set(said)))]
         one = found[0]
         for other in found[1:]:
