@@ -231,7 +231,10 @@ class TrackioSink(Sink):
 
 
 class CsvSink(Sink):
-    """A sink that writes one CSV file per record name in `<output_path>/<job_name>`: columns step and name; later runs append."""
+    """A sink that writes one CSV file per record name in `<output_path>/<job_name>`; later runs append.
+
+    The columns are `step` and, as in DeepSpeed's files, the part of the name after the last `/`.
+    """
 
     def __init__(self, section: CsvMonitor) -> None:
         self._folder = _open_folder("csv_monitor", section)
@@ -252,7 +255,7 @@ class CsvSink(Sink):
         except OSError as error:
             raise ConfigError(f"`csv_monitor` cannot write the record {name!r}: {error}. Set another output_path or job_name") from error
         if file.tell() == 0:
-            csv.writer(file).writerow(["step", name])
+            csv.writer(file).writerow(["step", name.rsplit("/", 1)[-1]])
         self._files[name] = file
         return file
 

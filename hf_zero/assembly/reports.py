@@ -44,6 +44,8 @@ def announce(resolved: ResolvedConfig) -> None:
         warn_once(f"`{MICRO}` is not set and cannot be derived from other keys; using 1. Set it, or `{TOTAL}`")
     if resolved.config.log_level is not None:
         logger.setLevel(resolved.config.log_level.upper())
+    if idle := resolved.without_effect():
+        log_rank0("keys of the configuration that have no effect here: %s; `hf-zero explain` says why", ", ".join(idle))
     if resolved.config.dump_state:
         for row in resolved.table():
             log_rank0("%s = %s (%s)", row.key, row.value, row.source)
@@ -127,7 +129,7 @@ def reports_of(
         return Reports(clock, config.steps_per_print, [], [])
     measures = _measures(config, module, networks, runtime, partial(bytes_on_disk, units, optimizer), clock)
     sinks = build_sinks(config) if networks.topology.data.rank == 0 else []
-    return Reports(clock, config.steps_per_print, sinks, measures)
+    return Reports(clock, config.steps_per_print, sinks, measures, config.fp16.enabled)
 
 
 def _clock(config: ZeroConfig, networks: Networks, module: nn.Module, progress: Progress) -> Clock:

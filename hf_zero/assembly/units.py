@@ -11,6 +11,7 @@ from weakref import ref
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from hf_zero.assembly.kept_types import kept_types
 from hf_zero.assembly.packed_weights import packed_weights, pieces_of, prepare_packed, prepare_wrapped
@@ -79,9 +80,10 @@ class UnitBuilder:
             whole_tensors: Whether the optimizer needs parameters in their own shapes.
 
         Raises:
-            StateError: The ranks have different models or optimizers.
+            StateError: The ranks have different models or optimizers, or a parameter has no shape yet.
         """
         _refuse_scripted(self.module)
+        _refuse_lazy(self.module)
         device = self.collectives.topology.device
         kept = self.kept()
         packed = packed_weights(self.module)
@@ -242,6 +244,21 @@ class UnitBuilder:
                 self.collectives.data.broadcast(contiguous.reshape(-1).view(torch.uint8), 0, f"buffer {name}")
                 if contiguous.data_ptr() != buffer.data_ptr():
                     buffer.data.copy_(contiguous)
+
+
+def _refuse_lazy(module: nn.Module) -> None:
+    """Raise for parameters and buffers without a shape (``nn.LazyLinear``): units are laid out before the first forward.
+
+    Raises:
+        StateError: There are some; the message names them.
+    """
+    named = (*module.named_parameters(), *module.named_buffers())
+    names = [name for name, tensor in named if is_lazy(tensor)]
+    if names:
+        raise StateError(
+            f"{', '.join(names[:5])} has no shape before the first forward (a lazy module): call the model once on a small batch, on every "
+            "rank, before initialize() or accelerator.prepare()"
+        )
 
 
 def _refuse_complex(members: Iterable[NamedParam]) -> None:

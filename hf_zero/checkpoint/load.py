@@ -16,22 +16,24 @@ from hf_zero.checkpoint.commit import agreement, folders, node_local
 from hf_zero.checkpoint.files.catalog import Catalog, Located
 from hf_zero.checkpoint.files.tensor_reader import Copy, RangeReader
 from hf_zero.checkpoint.format.index import Index
-from hf_zero.checkpoint.format.names import DTYPES, INDEX_FILE, values_file
+from hf_zero.checkpoint.format.names import CONVERTED, DTYPES, INDEX_FILE, values_file
 from hf_zero.checkpoint.format.plausible import check_alike, check_values, missing_settings
 from hf_zero.checkpoint.format.tp_shards import SavedTpShard
 from hf_zero.checkpoint.format.values import Decoder
 from hf_zero.checkpoint.state.averages import restore_averages
-from hf_zero.checkpoint.state.optimizer_state import GroupsPlan, OptimizerPlan
+from hf_zero.checkpoint.state.optimizer_state import GroupsPlan, OptimizerPlan, for_present_groups, sources_of_groups
 from hf_zero.checkpoint.state.param_states import ParamStatesPlan
 from hf_zero.checkpoint.state.rank_states import restore_rank_states
 from hf_zero.checkpoint.state.training_state import Loaded, TrainingState, values_of
 from hf_zero.core.averages import AveragedWeights
+from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
-from hf_zero.core.units.marks import is_packed, is_wrapped
+from hf_zero.core.units.layout import FROZEN
+from hf_zero.core.units.marks import is_elsewhere, is_packed, is_wrapped
 from hf_zero.core.units.unit import Unit
 from hf_zero.core.units.values import all_gather_updated, publish, write_back
 from hf_zero.errors import CheckpointError
-from hf_zero.observe import log_rank0, span
+from hf_zero.observe import log_rank0, span, warn_once
 from hf_zero.system.object_store import Place, place_of, raw
 from hf_zero.system.secrets import without_credentials
 
@@ -207,6 +209,8 @@ class _Plan:
             self._optimizer = ParamStatesPlan(state.optimizer, self.catalog, decoder, self.reader)
         elif wants_optimizer and state.optimizer is not None:
             self._optimizer = OptimizerPlan(state.optimizer, state.tensor, self.catalog, decoder)
+        if self._optimizer is not None:
+            self._warn_of_left(self._optimizer.optimizer)
 
     # -- planning
 
@@ -218,6 +222,11 @@ class _Plan:
         stored = set(self._buffer_files)
         missing = sorted(model - self.catalog.names - excluded) + sorted(buffers - stored)
         spare = sorted(self.catalog.names - model - set(aliases) - stored) + sorted(stored - buffers)
+        # Rank 0 saves extra states, and other libraries may not have them.
+        if self.state.everyone.rank == 0 and self.index.library != CONVERTED:
+            own = {f"the extra state of {name or 'the model'}" for name, _ in self.state.modules_with_extra_state()}
+            kept = {f"the extra state of {name or 'the model'}" for name in self.index.extra_state}
+            missing, spare = missing + sorted(own - kept), spare + sorted(kept - own)
         problems = []
         if missing:
             problems.append(f"the checkpoint lacks {_some(missing)} of this model")
@@ -225,6 +234,17 @@ class _Plan:
             problems.append(f"this model lacks {_some(spare)} of the checkpoint")
         if problems:
             raise CheckpointError(f"{'; '.join(problems)}. Load into the model that was saved, or pass load_module_strict=False")
+
+    def _warn_of_left(self, optimizer: ShardedOptimizer) -> None:
+        """Warn of saved optimizer states whose parameters are frozen now."""
+        trained = {slot.name for unit in optimizer.units for slot in unit.layout.slots if slot.group != FROZEN}
+        named = [name for name, param in self.state.module.named_parameters() if name not in trained and not is_elsewhere(param)]
+        left = [name for name in named if (found := self.catalog.find(self._name(name))) is not None and found.trained]
+        if left:
+            warn_once(
+                f"the checkpoint holds optimizer states of {len(left)} parameters that this engine does not train ({left[0]}, ...): they "
+                "are not loaded, and checkpoints saved from now on lack them"
+            )
 
     def _name(self, name: str) -> str:
         """Return the name by which the checkpoint knows a parameter, out of its names in this model."""
@@ -277,18 +297,37 @@ class _Plan:
     def _plan_scheduler(self) -> Any:
         """Return the saved state of the scheduler where it is wanted; None when there is none."""
         request, scheduler = self.request, self.state.scheduler
-        if not request.scheduler_states or request.module_only or scheduler is None:
+        if not request.scheduler_states or request.module_only:
+            return None
+        sources, groups = self._sources_of_groups()
+        if scheduler is None:
+            if self.index.scheduler is not None:
+                log_rank0("%s holds the state of a scheduler; this engine has none, so it is not loaded", self.reader.folder)
+            elif request.optimizer_states and sources != list(range(groups)):
+                warn_once(
+                    f"the param groups of this optimizer are the saved groups {sources} of {groups}: hyper-parameters follow their "
+                    "parameters, but a scheduler whose state the script loads itself keeps its rates by position (base_lrs of torch's). "
+                    "Use the groups that were saved, or give the scheduler to initialize()"
+                )
             return None
         saved = self._decoder.decode(self.index.scheduler)
         if saved is None:
-            log_rank0("%s holds no scheduler state; the scheduler of this engine starts from its first step", self.reader.folder)
+            log_rank0("%s holds no scheduler state; the scheduler of this engine stays at its present step", self.reader.folder)
         check_values(saved, "scheduler")
         present = scheduler.state_dict()
+        saved = for_present_groups(saved, present, sources, groups)
         check_alike(present, saved, "scheduler")
         lost = sorted(missing_settings(present, saved)) if isinstance(saved, dict) else []
         if lost:
             raise CheckpointError(f"the checkpoint lacks {', '.join(lost)} of the scheduler")
         return saved
+
+    def _sources_of_groups(self) -> tuple[list[int | None], int]:
+        """Return the saved group of each present param group, and the number of saved groups; none without an optimizer."""
+        if self.state.optimizer is None or self.index.optimizer is None:
+            return [], 0
+        groups = self.index.optimizer.groups
+        return sources_of_groups(self.state.optimizer, groups, self.catalog), len(groups)
 
     # -- carrying out
 

@@ -202,6 +202,7 @@ class _Values:
                     for name, module in state.modules_with_extra_state()
                 },
                 "groups": optimizer_state.group_records(optimizer, self.encoder) if optimizer is not None else (),
+                "common": optimizer_state.common_record(optimizer) if optimizer is not None else {},
             }
         return digest
 
@@ -367,7 +368,7 @@ class _Save:
 def _head(state: TrainingState, request: SaveRequest, values: _Values) -> Index:
     """Return the index without what the other ranks add."""
     fields = dict(values.fields)
-    groups = fields.pop("groups")
+    groups, common = fields.pop("groups"), fields.pop("common")
     name = type(state.optimizer.inner).__name__ if state.optimizer is not None else ""
     return Index(
         library=_version(),
@@ -381,7 +382,7 @@ def _head(state: TrainingState, request: SaveRequest, values: _Values) -> Index:
         buffers={},
         aliases=state.aliases(),
         excluded=(),
-        optimizer=OptimizerRecord(name, (), groups, ()) if state.optimizer is not None else None,
+        optimizer=OptimizerRecord(name, (), groups, (), common=common) if state.optimizer is not None else None,
         counters=dict(state.counters),
         client_state=values.client_state,
         **fields,

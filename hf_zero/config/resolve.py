@@ -19,7 +19,7 @@ from hf_zero.config.read import read_config
 from hf_zero.config.schema.fields import Section
 from hf_zero.config.schema.root import ZeroConfig
 from hf_zero.config.spelling import Speller, without_unit
-from hf_zero.config.table import Row, rows_of
+from hf_zero.config.table import Row, rows_of, without_effect
 from hf_zero.errors import ConfigError
 from hf_zero.system.secrets import MASK
 
@@ -50,6 +50,10 @@ class ResolvedConfig:
     def table(self, everything: bool = False) -> list[Row]:
         """Return rows (key, value, origin, fate, effect) of the keys that were set or derived, or of all keys."""
         return rows_of(self.resolved, self.origin, everything=everything)
+
+    def without_effect(self) -> list[str]:
+        """Return the keys of the file that request another value than the default and have no effect here."""
+        return without_effect(self.resolved, self.origin)
 
 
 @dataclass

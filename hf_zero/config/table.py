@@ -55,6 +55,18 @@ def rows_of(resolved: dict[str, Any], origin: dict[str, str], everything: bool =
     return rows
 
 
+def without_effect(resolved: dict[str, Any], origin: dict[str, str]) -> list[str]:
+    """Return the keys of the file that request another value than the default and have no effect here, in the order of the schema.
+
+    Args:
+        resolved: As in ``rows_of``.
+        origin: As in ``rows_of``.
+    """
+    keys, values = all_keys(), dict(_leaves(resolved, ""))
+    given = [key for path in values if origin.get(path) == "file" and (key := keys.get(path)) is not None]
+    return [key.path for key in given if key.fate == "accepted" and values[key.path] not in (None, key.default)]
+
+
 def _with_free_keys(values: dict[str, Any]) -> dict[str, Key]:
     """Return every key that holds a single value, by path; a key whose name the user chose follows the last key of its section."""
     keys = {path: key for path, key in all_keys().items() if not key.is_section and not any(mark in path for mark in ("*", "<", "[]"))}

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hf_zero.core.optimizer.common_states import states_by_param
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.units.shard import has_memory
@@ -59,7 +60,7 @@ def holdings(units: Sequence[Unit], optimizer: ShardedOptimizer | None) -> Itera
 
 
 def _moments(optimizer: ShardedOptimizer) -> Iterator[Holding]:
-    for state in optimizer.inner.state.values():
+    for state in states_by_param(optimizer.inner).values():
         yield from (Holding("moments", value) for value in state.values() if isinstance(value, torch.Tensor))
     for segment in optimizer.segments:
         on_disk = id(segment.unit) in optimizer.state_store.in_files

@@ -23,6 +23,7 @@ class ConfiguredEngine(core.Engine):
         settings: The validated configuration (``resolved.config``).
         sequence_parallel: Groups of ranks that share their samples; None if sequences are not divided.
         training_dataloader: Loader of ``training_data``; None if it was not given.
+        optimizer_given: Whether the script gave its optimizer, or a function that made it, to ``initialize``.
         collate_fn: Collate function of loaders that the engine makes; None uses torch's.
     """
 
@@ -34,6 +35,7 @@ class ConfiguredEngine(core.Engine):
         self.settings: ZeroConfig = resolved.config
         self.sequence_parallel = sequence_parallel
         self.training_dataloader: Any = None
+        self.optimizer_given = False
         self.collate_fn: Callable[[Any], Any] | None = None
 
     @property

@@ -14,7 +14,7 @@ from hf_zero.checkpoint.model.export import consolidated_state_dict, write_model
 from hf_zero.checkpoint.model.model_files import MAX_SHARD_SIZE
 from hf_zero.core.engine_parts import EngineParts
 from hf_zero.core.schedule.gradients import UnitGradients
-from hf_zero.deepspeed import getters, held_weights, requests
+from hf_zero.deepspeed import adapter_files, getters, held_weights, requests
 from hf_zero.deepspeed.configured import ConfiguredEngine
 from hf_zero.deepspeed.offload_handle import OffloadHandle
 from hf_zero.deepspeed.optimizer import give_names
@@ -144,9 +144,13 @@ class Engine(ConfiguredEngine):
         return self.save_16bit_model(*args, **kwargs)
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
-        """Return unsharded weights in the training dtype: a dict on rank 0, None on other ranks; collective."""
+        """Return unsharded weights in the training dtype: a dict on rank 0, None on other ranks; collective.
+
+        Without frozen parameters it still has those that PEFT writes (``adapter_files``).
+        """
         self.offloaded_states.require_none("gathering the weights")
-        state = consolidated_state_dict(self.module, self.collectives, exclude_frozen_parameters)
+        kept = adapter_files.frozen_names(self.module, self.collectives) if exclude_frozen_parameters else frozenset()
+        state = consolidated_state_dict(self.module, self.collectives, exclude_frozen_parameters, kept)
         held_weights.note(self, state)
         return state
 

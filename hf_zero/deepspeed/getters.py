@@ -77,6 +77,30 @@ def _groups_of_ranks(engine: ConfiguredEngine) -> int:
     return int(engine.collectives.topology.replicas)
 
 
+# Types of optimizers that DeepSpeed's engine names in small letters, however the file writes them.
+_SMALL = ("adagrad", "adam", "adamw", "lamb", "lion", "muon")
+
+
+def _optimizer_name(engine: ConfiguredEngine) -> str | None:
+    """Return the class of the script's optimizer, else the type in the configuration; None without an optimizer."""
+    section, inner = engine.settings.optimizer, getattr(engine.optimizer, "inner", None)
+    if inner is not None and (engine.optimizer_given or section is None or section.type is None):
+        return type(inner).__name__
+    name = section.type if section else None
+    return name.lower() if name is not None and name.lower() in _SMALL else name
+
+
+def _dynamic_loss_scale_args(engine: ConfiguredEngine) -> dict[str, Any]:
+    section = engine.settings.fp16
+    return {
+        "init_scale": 2**section.initial_scale_power,
+        "scale_window": section.loss_scale_window,
+        "delayed_shift": section.hysteresis,
+        "consecutive_hysteresis": section.consecutive_hysteresis,
+        "min_scale": section.min_loss_scale,
+    }
+
+
 def _layer_ranks(engine: ConfiguredEngine) -> int:
     tensor = engine.collectives.topology.layers.model
     return tensor.world if tensor is not None else 1
@@ -227,17 +251,18 @@ METHODS: dict[str, Getter] = {
     "torch_autocast_dtype": lambda engine: engine.precision.autocast_dtype,
     "dynamic_loss_scale": lambda engine: engine.scaler.dynamic,
     "loss_scale": lambda engine: engine.scaler.scale,
+    "dynamic_loss_scale_args": _dynamic_loss_scale_args,
     "initial_dynamic_scale": lambda engine: 2**engine.settings.fp16.initial_scale_power,
     "postscale_gradients": lambda engine: not engine.settings.prescale_gradients,
     "gradient_predivide_factor": lambda engine: engine.settings.gradient_predivide_factor,
     "dataloader_drop_last": lambda engine: engine.settings.dataloader_drop_last,
-    "optimizer_name": lambda engine: engine.settings.optimizer.type if engine.settings.optimizer else None,
+    "optimizer_name": _optimizer_name,
     "optimizer_params": lambda engine: (engine.resolved.resolved.get("optimizer") or {}).get("params"),
     "scheduler_name": lambda engine: engine.settings.scheduler.type if engine.settings.scheduler else None,
     "scheduler_params": lambda engine: (engine.resolved.resolved.get("scheduler") or {}).get("params"),
     "get_sequence_parallel_group": lambda engine: engine.sequence_parallel.axis.group if engine.sequence_parallel is not None else None,
     "get_lr": _rates,
-    "get_mom": lambda engine: [group.get("betas", group.get("momentum")) for group in _groups(engine)],
+    "get_mom": lambda engine: [group.get("betas", group.get("momentum", 0.0)) for group in _groups(engine)],
     "get_data_types": lambda engine: (_dtype(engine), engine.precision.accumulation_dtype),
     "is_gradient_accumulation_boundary": lambda engine: engine.accumulation.current_is_boundary(),
     "was_step_applied": lambda engine: engine.progress.last_step_applied,

@@ -178,6 +178,7 @@ def initialize(
     inner = inner_optimizer(model, resolved, optimizer, model_parameters, axes.topology.device)
     kind = PipelineEngine if isinstance(model, PipelineModule) else Engine
     engine = kind(model, resolved, builder.build(inner, lr_scheduler, optimizer is None and model_parameters is None), axes.sequence)
+    engine.optimizer_given = optimizer is not None
     engine.mpu, compiling = engine.mpu if engine.mpu is not None else mpu, compile_options(resolved.config)  # a pipeline has its own
     if compiling is not None:
         engine.compile(**compiling)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -150,10 +150,20 @@ def take_masters(state: dict[str, Any], optimizer: ShardedOptimizer) -> list[tor
 
 
 @torch.no_grad()
-def set_masters(optimizer: ShardedOptimizer, masters: Sequence[torch.Tensor]) -> None:
-    """Write this rank's masters, and update the weights of all ranks from them; collective."""
+def set_masters(optimizer: DeepSpeedOptimizer, masters: Sequence[torch.Tensor]) -> None:
+    """Write this rank's masters, and update the weights of all ranks from them; collective.
+
+    A script that only resets the optimizer, in plain PyTorch, would lose the weights that it has trained, so it gets a warning.
+    """
     optimizer.state_store.settle()
     units = _trained(optimizer)
+    trained = optimizer.engine is not None and optimizer.engine.global_steps > 0
+    if trained and any(not torch.equal(cast(Any, unit.master), master) for unit, master in zip(units, masters, strict=True)):
+        warn_once(
+            "optimizer.load_state_dict: the state holds fp32 masters, as DeepSpeed's does, so the model has the weights of the moment at "
+            "which the state was taken. To reset the optimizer alone, assign engine.optimizer.state = collections.defaultdict(dict), or "
+            f"remove {SINGLE_PARTITION_OF_FP32_GROUPS!r} (at stage 3 {FP32_FLAT_GROUPS!r}) from the state"
+        )
     for unit, master in zip(units, masters, strict=True):
         own: Any = unit.master
         own.copy_(master)

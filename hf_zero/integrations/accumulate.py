@@ -354,6 +354,15 @@ def clip_grad_norm_(method: Callable[..., Any], accelerator: Any, parameters: An
     return norm
 
 
+def clip_grad_value_(method: Callable[..., None], accelerator: Any, parameters: Any, clip_value: float) -> None:
+    """Replace ``Accelerator.clip_grad_value_``, which refuses DeepSpeed: clip as ``torch.nn.utils.clip_grad_value_`` does; collective."""
+    params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if isinstance(_engine_of(accelerator, params), Engine):
+        torch.nn.utils.clip_grad_value_(params, clip_value)
+    else:
+        method(accelerator, params, clip_value)
+
+
 def _engine_of(accelerator: Any, params: Sequence[torch.Tensor]) -> Any:
     """Return the engine that trains most of ``params``: the one that was prepared first, unless another one trains the first of them."""
     first = getattr(getattr(accelerator, "deepspeed_engine_wrapped", None), "engine", None)

@@ -26,7 +26,10 @@ from types import ModuleType
 from typing import Any
 
 from hf_zero.errors import UnsupportedError
-from hf_zero.integrations.methods import METHODS, Method
+from hf_zero.integrations import lightning_table, methods
+from hf_zero.integrations.methods import Method
+
+METHODS = (*methods.METHODS, *lightning_table.METHODS)
 
 
 @dataclass(eq=False)

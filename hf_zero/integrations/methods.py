@@ -1,4 +1,4 @@
-"""Table of the library methods that hf_zero wraps: transformers', accelerate's and Lightning's.
+"""Table of the library methods that hf_zero wraps, those of Lightning apart (``lightning_table.py``).
 
 Imports none of the libraries. ``integrations/callers.py`` wraps the methods when their modules are imported.
 """
@@ -31,7 +31,7 @@ class Method:
 
 
 _COUNTED = "each sample would be counted once per rank that shares it (tensor_parallel.autotp_size)"
-_DELETED = "the last complete checkpoint could be deleted while the next is written in the background"
+DELETED = "the last complete checkpoint could be deleted while the next is written in the background"
 
 STATE = Method(
     "accelerate.state",
@@ -163,6 +163,12 @@ CLIP = Method(
     "gradients are clipped at the configuration's gradient_clipping, whatever max_norm a script passes to clip_grad_norm_",
     around="hf_zero.integrations.accumulate:clip_grad_norm_",
 )
+CLIP_VALUE = Method(
+    "accelerate.accelerator",
+    "Accelerator.clip_grad_value_",
+    "accelerate refuses clip_grad_value_ (use torch.nn.utils.clip_grad_value_)",
+    around="hf_zero.integrations.accumulate:clip_grad_value_",
+)
 FILL = Method(
     "accelerate.utils.dataclasses",
     "DeepSpeedPlugin.fill_match",
@@ -278,15 +284,15 @@ BUILD_FOR_LOAD = Method(
     around="hf_zero.integrations.loading:contexts_of_load",
     since=(5,),
 )
-SAVE_STATE = Method("accelerate.accelerator", "Accelerator.save_state", _DELETED)
+SAVE_STATE = Method("accelerate.accelerator", "Accelerator.save_state", DELETED)
 TRAIN = Method(
     "transformers.trainer",
     "Trainer.train",
-    f"a Trainer cannot train twice, and {_DELETED}",
+    f"a Trainer cannot train twice, and {DELETED}",
     around="hf_zero.integrations.preemption:train",
     seen=True,
 )
-_UNSAVED = "a signal to one rank (preemption) ends the run without a checkpoint"
+UNSAVED = "a signal to one rank (preemption) ends the run without a checkpoint"
 OPTIMIZERS = Method(
     "transformers.integrations.deepspeed",
     "deepspeed_init",
@@ -296,7 +302,7 @@ OPTIMIZERS = Method(
 STEP_END = Method(
     "transformers.trainer",
     "Trainer._maybe_log_save_evaluate",
-    _UNSAVED,
+    UNSAVED,
     around="hf_zero.integrations.preemption:log_save_evaluate",
 )
 SAVE_CHECKPOINT = Method(
@@ -385,85 +391,6 @@ COUNTS = tuple(
         ("diffusers.models", "ModelMixin.get_memory_footprint"),
     )
 )
-LIGHTNING_SAVE = Method("lightning.pytorch.callbacks.model_checkpoint", "ModelCheckpoint._save_checkpoint", _DELETED)
-OLD_LIGHTNING_SAVE = Method("pytorch_lightning.callbacks.model_checkpoint", "ModelCheckpoint._save_checkpoint", _DELETED)
-
-
-def _of_lightning(module: str, name: str, around: str, seen: bool = False, loss: str = _UNSAVED) -> tuple[Method, Method]:
-    """Return the entries of a method of Lightning, one for each of Lightning's two package names."""
-    around = f"hf_zero.integrations.lightning_methods:{around}"
-    return (
-        Method(f"lightning.pytorch.{module}", name, loss, around, seen, (2,)),
-        Method(f"pytorch_lightning.{module}", name, loss, around, seen, (2,)),
-    )
-
-
-LIGHTNING_FITS = _of_lightning("loops.fit_loop", "_FitLoop.run", "run", seen=True)
-LIGHTNING_SIGNALS = (
-    *_of_lightning("loops.training_epoch_loop", "_TrainingEpochLoop.on_advance_end", "on_advance_end"),
-    *_of_lightning("trainer.connectors.signal_connector", "_SignalConnector.register_signal_handlers", "register_signal_handlers"),
-)
-LIGHTNING_CLIPPING = _of_lightning(
-    "plugins.precision.deepspeed",
-    "DeepSpeedPrecision.clip_gradients",
-    "clip_gradients",
-    loss="clip_gradients() of a LightningModule does nothing",
-)
-LIGHTNING_BACKWARD = _of_lightning(
-    "plugins.precision.deepspeed",
-    "DeepSpeedPrecision.backward",
-    "backward",
-    loss="the backward() that a LightningModule overrides is not called",
-)
-LIGHTNING_NORMS = tuple(  # the package has the function under its own name, and may be imported before hf_zero wraps anything
-    method
-    for module in ("utilities.grads", "utilities")
-    for method in _of_lightning(module, "grad_norm", "grad_norm", loss="grad_norm() of Lightning finds no gradients at stages 1 to 3")
-)
-LIGHTNING_STRATEGIES = tuple(
-    Method(
-        f"{package}.strategies.deepspeed",
-        f"DeepSpeedStrategy.{name}",
-        "Lightning's DeepSpeed strategies accumulate and clip in another way than its other strategies",
-        around=f"hf_zero.integrations.lightning_steps:{around}",
-        since=(2,),
-    )
-    for packages, names in (
-        (
-            ("lightning.pytorch", "pytorch_lightning"),
-            {
-                "handles_gradient_accumulation": "handles_gradient_accumulation",
-                "block_backward_sync": "block_backward_sync",
-                "backward": "backward",
-                "init_deepspeed": "init_deepspeed",
-                "_format_batch_size_and_grad_accum_config": "format_batch_sizes",
-                "_auto_select_batch_size": "batch_size",
-            },
-        ),
-        (
-            ("lightning.fabric", "lightning_fabric"),
-            {
-                "__init__": "make_strategy",
-                "setup_module_and_optimizers": "set_up",
-                "optimizer_step": "optimizer_step",
-                "clip_gradients_norm": "clip_norm",
-                "clip_gradients_value": "clip_value",
-            },
-        ),
-    )
-    for package in packages
-    for name, around in names.items()
-)
-FABRIC_STEPS = tuple(
-    Method(
-        f"{package}.wrappers",
-        "_FabricOptimizer.step",
-        "with several models of one Fabric, optimizer.step() steps the model of the last backward",
-        around="hf_zero.integrations.fabric_methods:step",
-        since=(2,),
-    )
-    for package in ("lightning.fabric", "lightning_fabric")
-)
 # In the modules that use it: they may be imported before hf_zero wraps anything.
 HASHES = tuple(
     Method(
@@ -476,12 +403,18 @@ HASHES = tuple(
     for kind in ("dpo", "kto")
 )
 
+INJECT = Method(
+    "peft.tuners.tuners_utils",
+    "BaseTuner.inject_adapter",
+    "kinds of adapters that read the weights of their layers cannot be made at stage 3",
+    around="hf_zero.integrations.adapters:inject_adapter",
+)
+
 METHODS = (
     NO_SYNC, STATE, ACCELERATOR_STATE, PLUGIN, INIT_SWITCH, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, STATE_DICT, SAVE_STATE, TRAIN,
     LOG, EVALUATE, BUILD, BUILD_FOR_LOAD, MISSING_KEYS, TIE, SAVE_MODEL, LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES, TOKENS,
-    STEP_END, SAVE_CHECKPOINT, JIT, LIGHTNING_SAVE, OLD_LIGHTNING_SAVE, *LIGHTNING_FITS, *LIGHTNING_SIGNALS, *LIGHTNING_CLIPPING,
-    *LIGHTNING_BACKWARD, *LIGHTNING_NORMS, *LIGHTNING_STRATEGIES, *FABRIC_STEPS, SAYS,
-    BACKWARD, BACKWARD_OF_SEVERAL, PREPARE_ONE, PREPARE_MODEL, STEP, ZERO_GRAD, NORM, CLIP, OPERATIONS, MESHES,
-    FILL, PROCESS, OPTIMIZERS, FILL_SHARDED, CONFIGURATION, ARGUMENTS, AGENT, CONTEXT_SIZE, PREPARE_CP, CONTEXT, CONTEXT_INPUTS,
-    PARALLELISM, RECURRENT, ACCELERATOR, CPU_OPTIMIZER, INPUTS, LABELS, LOSS, RESIZE, BEST, *HASHES, *COUNTS, *FILES,
+    STEP_END, SAVE_CHECKPOINT, JIT, SAYS, BACKWARD, BACKWARD_OF_SEVERAL, PREPARE_ONE, PREPARE_MODEL, STEP, ZERO_GRAD, NORM, CLIP,
+    CLIP_VALUE, OPERATIONS, MESHES, FILL, PROCESS, OPTIMIZERS, FILL_SHARDED, CONFIGURATION, ARGUMENTS, AGENT, CONTEXT_SIZE, PREPARE_CP,
+    CONTEXT, CONTEXT_INPUTS, PARALLELISM, RECURRENT, ACCELERATOR, CPU_OPTIMIZER, INPUTS, LABELS, LOSS, RESIZE, BEST, *HASHES, *COUNTS,
+    *FILES, INJECT,
 )  # fmt: skip

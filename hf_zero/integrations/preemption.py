@@ -19,7 +19,7 @@ from hf_zero.comm.process_groups import exists
 from hf_zero.core.engine import Engine
 from hf_zero.deepspeed.configured import ConfiguredEngine
 from hf_zero.errors import PREEMPTED_STATUS, ConfigError, Preempted, StateError
-from hf_zero.integrations import callers, methods, trainer_snapshots
+from hf_zero.integrations import callers, lightning_table, methods, trainer_snapshots
 from hf_zero.observe import announce, log_rank0, warn_once
 from hf_zero.system import last_words, signals
 
@@ -108,7 +108,7 @@ def save_by_itself(engine: Engine) -> None:
         Preempted: The checkpoint was saved.
     """
     preemption = engine.preemption
-    if callers.running(methods.TRAIN, *methods.LIGHTNING_FITS):
+    if callers.running(methods.TRAIN, *lightning_table.LIGHTNING_FITS):
         return
     if preemption.settings.folder:
         engine.save_checkpoint(preemption.settings.folder)

@@ -21,7 +21,7 @@ from hf_zero.core.units.marks import tp_shard_of
 from hf_zero.core.units.unit import find_unit, is_sharded
 from hf_zero.deepspeed.held_weights import given_to_another_rank
 from hf_zero.errors import StateError
-from hf_zero.integrations import callers, methods
+from hf_zero.integrations import callers, lightning_table, methods
 from hf_zero.integrations.expert_saves import gathered_for
 
 
@@ -157,8 +157,8 @@ _ROTATIONS = {
     methods.TRAIN: Rotation(lambda trainer: trainer.args.save_total_limit or None, 2, "save_total_limit of TrainingArguments"),
     # Deletes before it saves, while the previous save may still run in the background; so one more must be kept.
     methods.SAVE_STATE: Rotation(_of_accelerator, 3, "total_limit of ProjectConfiguration"),
-    methods.LIGHTNING_SAVE: _LIGHTNING,
-    methods.OLD_LIGHTNING_SAVE: _LIGHTNING,
+    lightning_table.LIGHTNING_SAVE: _LIGHTNING,
+    lightning_table.OLD_LIGHTNING_SAVE: _LIGHTNING,
 }
 
 

@@ -16,7 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.core.optimizer.clones import TRIAL_STEPS, CollectiveError, is_mark, options_of, trial_data, try_steps
+from hf_zero.core.optimizer.clones import (
+    TRIAL_STEPS,
+    CollectiveError,
+    attributes_read,
+    is_mark,
+    options_of,
+    plain_attributes,
+    trial_data,
+    try_steps,
+)
+from hf_zero.core.optimizer.common_states import states_by_param
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.observe import warn_once
 from hf_zero.ops import HostAdagrad, HostAdam, HostLion, HostSGD
@@ -132,9 +142,13 @@ def needs_whole_tensors(
         return True
     if whole_tensor_reason(kind) is not None or getattr(getattr(optimizer, "args", None), "optim_bits", 32) < 32:
         return True  # bitsandbytes keeps small tensors, such as a probe's, in 32 bits
+    if _reads_attributes(optimizer, shards_only):
+        return True
     undecided = _Undecided(kind, allow_untested, shards_only)
     answers = [_probe(optimizer, group, undecided, all_here) for group in _distinct_groups(optimizer)]
-    return any(answers) or (any(map(is_mark, optimizer.state.values())) and not shards_only)  # a shard has parts of many parameters
+    return any(answers) or (
+        any(map(is_mark, states_by_param(optimizer).values())) and not shards_only
+    )  # a shard has parts of many parameters
 
 
 def require_tested(optimizer: torch.optim.Optimizer, allow_untested: bool) -> None:
@@ -190,6 +204,26 @@ def _distinct_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
                 options[key] = 1e-2
         distinct.setdefault(repr(sorted(options.items(), key=lambda item: item[0])), options)
     return list(distinct.values())
+
+
+def _reads_attributes(optimizer: torch.optim.Optimizer, shards_only: bool) -> bool:
+    """Return whether the optimizer looks for an attribute that some of its parameters have (``param.lr_mul``), and flat shards have not.
+
+    Raises:
+        UnsupportedError: It does, and no rank can have whole tensors.
+    """
+    named = {name for group in optimizer.param_groups for param in group["params"] for name in plain_attributes(param)}
+    if not named:
+        return False
+    with _trial(type(optimizer)):
+        read = [attributes_read(optimizer, options) for options in _distinct_groups(optimizer)]
+    found = sorted(named.intersection(frozenset[str]().union(*read)))
+    if found and shards_only:
+        raise UnsupportedError(
+            f"optimizer {type(optimizer).__name__} reads {found[0]!r}, an attribute of parameters of the model, but updates flat shards of "
+            "several parameters here (tensor parallelism, states in files): give the value as an option of a param group"
+        )
+    return bool(found)
 
 
 @contextmanager

@@ -209,12 +209,21 @@ class Loop:
             self._between()
         return bool(updates)
 
+    def _clip_with_torch(self) -> None:
+        kind, params = self.run["torch clip"], list(self.model.parameters())
+        if kind == "norm":
+            self.seen["norm"].append(float(torch.nn.utils.clip_grad_norm_(params, 0.5)))
+        elif kind == "value":
+            torch.nn.utils.clip_grad_value_(params, 0.01)
+        elif kind:
+            self.accelerator.clip_grad_value_(params, 0.01)
+
     def _update(self, updates: bool) -> None:
         if self.run["clip"] and (updates or self.run["clip"] == "always"):
             norm = self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
             self.seen["norm"].append(float(norm))
-        if self.run["torch clip"] and updates:
-            self.seen["norm"].append(float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)))
+        if updates:
+            self._clip_with_torch()
         if self.run["guard"] and self.steps == 2:
             if self.run["guard"] == "drops":
                 self.optimizer.zero_grad()

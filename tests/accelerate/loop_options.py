@@ -37,7 +37,7 @@ OPTIONS: dict[str, list[Any]] = {
     "registered": [False, True],
     "autocast": [False, True],
     "second": [None, "teacher", "prepared teacher", "trained", "trained in turn"],
-    "torch clip": [False, True],
+    "torch clip": [None, "norm", "value", "accelerator's value"],
     "twice": [False, True],
     "axis": [None],
 }

@@ -99,7 +99,7 @@ def _autos(models: Path) -> None:
         engine, optimizer, loader, scheduler = accelerator.prepare(model, stand, _loader(8), DummyScheduler(stand, warmup_num_steps=10))
         found, width = accelerator.deepspeed_config, model.config.hidden_size
         assert (found["train_micro_batch_size_per_gpu"], found["train_batch_size"], found["gradient_clipping"]) == (2, 4, 1.0)
-        assert found["optimizer"]["params"] == {"lr": 5e-5, "weight_decay": 1e-4} and engine.optimizer_name() == "AdamW"
+        assert found["optimizer"]["params"] == {"lr": 5e-5, "weight_decay": 1e-4} and engine.optimizer_name() == "adamw"
         assert found["scheduler"]["params"] == {"warmup_min_lr": 0, "warmup_max_lr": 5e-5, "warmup_num_steps": 10}
         assert [found["zero_optimization"][key] for key in buckets] == [width**2, int(0.9 * width**2), 10 * width]
         _epoch(accelerator, engine, optimizer, loader, scheduler)

@@ -23,7 +23,7 @@ from tests.support.rows import slow_but
 
 
 def running() -> list[Any]:
-    return [call.caller for call in callers.running(*methods.METHODS)]
+    return [call.caller for call in callers.running(*callers.METHODS)]
 
 
 class Trainer:
@@ -142,6 +142,8 @@ def test_what_would_count_samples_twice_is_an_error(library: Any, warnings: list
         def save_state(self) -> None: ...
         def get_state_dict(self) -> None: ...
         def clip_grad_norm_(self) -> None: ...
+
+        def clip_grad_value_(self) -> None: ...
         def backward(self) -> None: ...
         def _prepare_deepspeed(self) -> None: ...
         def _prepare_cp(self) -> None: ...
@@ -188,7 +190,7 @@ def test_a_method_is_missed_where_the_version_is_unknown(library: Any, monkeypat
 
 
 def test_the_hook_watches_what_is_wrapped() -> None:
-    assert {method.module for method in methods.METHODS} == _hf_zero_startup.WATCHED
+    assert {method.module for method in callers.METHODS} == _hf_zero_startup.WATCHED
 
 
 IMPORTS = f"""
@@ -198,14 +200,14 @@ for name in {sorted(_hf_zero_startup.WATCHED)}:
         importlib.import_module(name)
 """
 CHECK = """
-from hf_zero.integrations import callers, methods
-for method in methods.METHODS:
+from hf_zero.integrations import callers
+for method in callers.METHODS:
     if callers.came_later(method) or importlib.util.find_spec(method.module.partition(".")[0]) is None:  # diffusers is optional
         continue
     found = sys.modules[method.module]
     for part in method.name.split("."):
         found = getattr(found, part)
-    assert found.__dict__.get("hf_zero_method") is method, method
+    assert getattr(found, "fget", found).__dict__.get("hf_zero_method") is method, method
 assert not callers._lost
 print("all wrapped")
 """

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hf_zero.errors import CheckpointError
-from hf_zero.integrations import callers, methods, saves
+from hf_zero.integrations import callers, lightning_table, methods, saves
 from hf_zero.utils import newest_trainer_checkpoint
 from tests.support import ranks, trainers
 from tests.support.checkpoints import IN_BACKGROUND
@@ -246,8 +246,8 @@ def _of(**attributes: Any) -> Any:
         (methods.TRAIN, _of(args=_of(save_total_limit=1)), "save_total_limit"),
         (methods.TRAIN, _of(args=_of(save_total_limit=2)), ""),
         (methods.TRAIN, _of(args=_of(save_total_limit=None)), ""),
-        (methods.LIGHTNING_SAVE, _of(save_top_k=1), "save_top_k"),
-        (methods.OLD_LIGHTNING_SAVE, _of(save_top_k=-1), ""),
+        (lightning_table.LIGHTNING_SAVE, _of(save_top_k=1), "save_top_k"),
+        (lightning_table.OLD_LIGHTNING_SAVE, _of(save_top_k=-1), ""),
         (methods.SAVE_STATE, _of(project_configuration=_of(total_limit=2, automatic_checkpoint_naming=True)), "total_limit"),
         (methods.SAVE_STATE, _of(project_configuration=_of(total_limit=2, automatic_checkpoint_naming=False)), ""),
         (methods.SAVE_STATE, _of(project_configuration=_of(total_limit=3, automatic_checkpoint_naming=True)), ""),

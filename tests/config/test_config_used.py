@@ -14,6 +14,7 @@ from hf_zero import observe
 from hf_zero.assembly.reports import announce
 from hf_zero.config.keys import all_keys
 from hf_zero.config.resolve import resolve
+from tests.support.logged import messages_of_log
 from tests.support.rows import each
 from tests.support.sources import tree_of
 
@@ -64,3 +65,18 @@ def test_a_micro_batch_that_nothing_says_is_1_and_told(config: dict[str, object]
     found = resolve(config, world_size=2)
     announce(found)
     assert found.batch.micro == 1 and [line for line in told if "train_micro_batch_size_per_gpu" in line and "using 1" in line]
+
+
+def test_keys_that_have_no_effect_are_told() -> None:
+    """Those that a file sets to another value than the default; a value that "auto" was filled with is nobody's wish."""
+    zero = {"stage": 2, "contiguous_gradients": False, "reduce_scatter": True, "reduce_bucket_size": "auto", "sub_group_size": 100}
+    config = {"train_batch_size": 4, "sparse_gradients": True, "zero_optimization": zero, "expert_parallel": {"top_k": 1}}
+    with messages_of_log() as told:
+        announce(resolve(config, world_size=2, sources={"hidden_size": 8}))
+    (line,) = [line for line in told if line.startswith("keys of")]
+    for key in ("sparse_gradients", "zero_optimization.contiguous_gradients", "expert_parallel.top_k"):
+        assert key in line.split(";")[0]
+    assert line.count(",") == 2 and "hf-zero explain" in line
+    with messages_of_log() as told:
+        announce(resolve({"train_batch_size": 4, "zero_optimization": {"stage": 2, "contiguous_gradients": True}}, world_size=2))
+    assert told == []

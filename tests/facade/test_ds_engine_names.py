@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
+from hf_zero import observe
 from hf_zero.deepspeed import held_weights
 from hf_zero.deepspeed.optimizer import VALUES, DeepSpeedOptimizer
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.utils import safe_get_full_fp32_param, safe_get_full_grad
 from tests.support import ranks
+from tests.support.logged import messages_of_log
 from tests.support.models import CASES
 from tests.support.parity import Run, initialize
 
@@ -428,6 +430,13 @@ def _parts_of_the_optimizer(stage: int) -> None:
     assert again.loss_scale() == engine.loss_scale() == 8.0
     for restored, values in zip(_masters_and_weights(again), _masters_and_weights(engine), strict=True):
         torch.testing.assert_close(restored, values, rtol=0, atol=0)  # exact: nothing was rounded to 16 bit
+    observe._warned.clear()
+    with messages_of_log() as messages:
+        again.optimizer.load_state_dict(state)
+        assert not messages
+        micro_step(again, 1.0)
+        again.optimizer.load_state_dict(state)
+    assert ranks.rank() or (len(messages) == 1 and "To reset the optimizer alone" in messages[0]), messages
     state["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"].pop()
     with pytest.raises(StateError, match="another model or another number of ranks"):
         again.optimizer.load_state_dict(state)

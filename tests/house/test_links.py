@@ -211,7 +211,7 @@ def test_records_whose_files_would_have_one_name_have_files_of_their_own(tmp_pat
         sink.write({"Train/loss": 1.0, "train/Loss": 2.0, "Train_loss": 3.0}, 1)
     sink.close()
     heads = {path.name: path.read_text().splitlines()[0] for path in (tmp_path / "job").iterdir()}
-    assert heads == {"Train_loss.csv": "step,Train/loss", "train_Loss-2.csv": "step,train/Loss", "Train_loss-3.csv": "step,Train_loss"}
+    assert heads == {"Train_loss.csv": "step,loss", "train_Loss-2.csv": "step,Loss", "Train_loss-3.csv": "step,Train_loss"}
 
 
 def test_a_recording_that_cannot_be_written_ends_no_rank(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import clip_grad_norm_  # as many scripts import it, before there is an engine
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_  # as many scripts import it, before there is an engine
 
 import hf_zero
 from tests.support import ranks
@@ -28,6 +28,13 @@ def _all(model: nn.Module, _optimizer: Any, step: int) -> list[torch.Tensor]:
 def _parts(model: nn.Module, _optimizer: Any, _step: int) -> list[torch.Tensor]:
     first, *others = list(model.parameters())
     return [clip_grad_norm_(first, 0.01), nn.utils.clip_grad_norm_(others[-2:], 0.02), clip_grad_norm_(others, 1e6)]
+
+
+def _in_two_calls(model: nn.Module, _optimizer: Any, _step: int) -> list[torch.Tensor]:
+    """The norm is that of the gradients that the script sees: none, where they are sharded."""
+    norm = nn.utils.get_total_norm([param.grad for param in model.parameters() if param.grad is not None])
+    clip_grads_with_norm_(model.parameters(), 0.1, norm)
+    return [norm]
 
 
 def _groups(_model: nn.Module, optimizer: torch.optim.Optimizer, _step: int) -> list[torch.Tensor]:
@@ -65,7 +72,7 @@ def _train(stage: int, clip: Clip, accumulation: int, offload: bool) -> None:
 def _clipped(stage: int) -> None:
     from hf_zero.errors import StateError, UnsupportedError
 
-    for clip in (_all, _parts, _groups):
+    for clip in (_all, _parts, _groups, _in_two_calls):
         _train(stage, clip, 1, False)
     _train(stage, _all, 2, stage > 0)
     if stage == 0:  # param.grad is there, and torch does it all
@@ -82,6 +89,8 @@ def _clipped(stage: int) -> None:
         clip_grad_norm_(model.parameters(), 1.0, norm_type=float("inf"))
     with pytest.raises(UnsupportedError, match="some of the tensors in optimizer.param_groups"):
         clip_grad_norm_(optimizer.param_groups[0]["params"][:1], 1.0)
+    with pytest.raises(UnsupportedError, match="was called with the norm 1e"):
+        clip_grads_with_norm_(model.parameters(), 1.0, torch.tensor(1e6))
     other = nn.Parameter(torch.ones(2, device=ranks.device()))
     other.grad = torch.ones_like(other)
     with pytest.raises(UnsupportedError, match="together with others"):

@@ -391,3 +391,17 @@ def _complex() -> None:
 
 def test_complex_parameters_are_refused_by_name() -> None:
     ranks.run_ranks(_complex, 2)
+
+
+def _lazy() -> None:
+    for stage in (0, 3):
+        model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(StateError, match=r"0.weight, 0.bias has no shape before the first forward \(a lazy module\)"):
+            _engine(model, optimizer, stage)
+        model(torch.ones(1, 3))
+        _engine(model, optimizer, stage).destroy()
+
+
+def test_parameters_without_a_shape_are_refused_by_name() -> None:
+    ranks.run_ranks(_lazy, 2)

@@ -43,8 +43,8 @@ def test_csv(tmp_path: Path) -> None:
         sink.close()
     files = {file.name: list(csv.reader(file.open())) for file in (tmp_path / "job").iterdir()}
     assert files == {
-        "Train_Samples_train_loss.csv": [["step", "Train/Samples/train_loss"], ["8", "2.5"], ["16", "2.5"]],
-        "Train_Samples_lr.csv": [["step", "Train/Samples/lr"], ["8", "0.0001"], ["16", "0.0001"]],
+        "Train_Samples_train_loss.csv": [["step", "train_loss"], ["8", "2.5"], ["16", "2.5"]],
+        "Train_Samples_lr.csv": [["step", "lr"], ["8", "0.0001"], ["16", "0.0001"]],
     }
 
 

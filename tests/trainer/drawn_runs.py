@@ -366,10 +366,15 @@ def compared_over(run: Drawn, models: Path, folder: Path, copies: int = 1) -> li
     return [*judged(run, plain, first), *(f"rank 1: {line}" for line in judged(run, plain, second))]
 
 
-def report(runs: list[Drawn], lines_of: Callable[[Drawn, Path, Path], list[str]], changed: Callable[[Drawn], Drawn]) -> None:
+def report(
+    runs: list[Drawn],
+    lines_of: Callable[[Drawn, Path, Path], list[str]],
+    changed: Callable[[Drawn], Drawn],
+    save_models: Callable[[Path], None] = trainers.save_models,
+) -> None:
     """Print for each run whether it is equal, raises, is refused by name, or differs, and where."""
     with tempfile.TemporaryDirectory() as name:
-        trainers.save_models(Path(name))
+        save_models(Path(name))
         for index, run in enumerate(runs):
             start = time.monotonic()
             with tempfile.TemporaryDirectory() as folder:

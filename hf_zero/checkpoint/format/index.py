@@ -70,7 +70,10 @@ class Index:
 
     def to_json(self) -> str:
         """Return the index as the text of ``index.json``."""
-        return json.dumps({"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}, allow_nan=False, indent=None) + "\n"
+        fields = dataclasses.asdict(self)
+        if fields["optimizer"] is not None and not fields["optimizer"]["common"]:
+            del fields["optimizer"]["common"]  # nearly all optimizers have none, and earlier versions do not know the key
+        return json.dumps({"format": FORMAT, "version": VERSION, **fields}, allow_nan=False, indent=None) + "\n"
 
     @staticmethod
     def from_json(text: str, path: str) -> Index:
@@ -90,6 +93,8 @@ class Index:
                 f"version {VERSION}. Install the version of hf_zero that wrote it"
             )
         data.setdefault("spikes", None)  # checkpoints from before it was saved lack it
+        if isinstance(data.get("optimizer"), dict):
+            data["optimizer"].setdefault("common", {})
         index = read_record(Index, data, path)
         index.check(path)
         return index
@@ -136,6 +141,7 @@ class Index:
                 check_group(values, f"optimizer.groups[{number}]")
                 if not values and any(groups):
                     raise CheckpointError(f"optimizer.groups[{number}] has no hyper-parameters, but other groups have some")
+            check_values(decoder.decode(self.optimizer.common), "optimizer.common")
             states = self.optimizer.scalars
             check_numbers([(f"optimizer.scalars of unit {record.unit!r}", decoder.decode(record.values)) for record in states])
 

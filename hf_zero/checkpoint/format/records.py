@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -275,13 +275,16 @@ class ParamStateRecord:
 
 @dataclass(frozen=True)
 class OptimizerRecord:
-    """The optimizer: class name, names of states per element, param groups, single-number states, and states of whole parameters."""
+    """The optimizer: class name, names of states per element, param groups, single-number states, states of whole parameters, and states
+    under keys that are no parameters.
+    """
 
     name: str
     states: tuple[str, ...]
     groups: tuple[GroupRecord, ...]
     scalars: tuple[ScalarRecord, ...]
     params: tuple[ParamStateRecord, ...] = ()
+    common: dict[str, Any] = field(default_factory=dict)
 
     def numbers(self) -> Callable[[str, int, str], Any]:
         """Return a function of (unit, param group, parameter name) that returns a parameter's single-number states, or None without any."""

@@ -9,7 +9,7 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,7 @@ def _spill_folder(nbytes: int) -> str | None:
 
 
 def consolidated_state_dict(
-    module: nn.Module, collectives: Collectives, exclude_frozen_parameters: bool = False
+    module: nn.Module, collectives: Collectives, exclude_frozen_parameters: bool = False, kept: Container[str] = ()
 ) -> dict[str, torch.Tensor] | None:
     """Return the state dict of ``module`` with unsharded parameters in the training dtype, on the host; collective.
 
@@ -117,6 +117,7 @@ def consolidated_state_dict(
         module: The user's module; its parameters may be placeholders.
         collectives: Collectives of the data-parallel ranks.
         exclude_frozen_parameters: Leave out parameters that need no gradient (a PEFT base model).
+        kept: Names of parameters that are never left out.
 
     Returns:
         The dict on the first rank of the data-parallel and the model axis; None on every other rank.
@@ -124,7 +125,7 @@ def consolidated_state_dict(
     Raises:
         CheckpointError: The disk is too full for the dict; raised on every rank.
     """
-    entries = _entries(module, exclude_frozen_parameters)
+    entries = _entries(module, exclude_frozen_parameters, kept)
     values = list({id(value): value for value in entries.values()}.values())
     collectives, model = collectives.data, model_axis_of(collectives)
     keeps = collectives.rank == 0 and (model is None or model.rank == 0)
@@ -140,7 +141,7 @@ def consolidated_state_dict(
     return {name: copies[id(value)] for name, value in entries.items()} if keeps else None
 
 
-def _entries(module: nn.Module, exclude_frozen_parameters: bool) -> dict[str, torch.Tensor]:
+def _entries(module: nn.Module, exclude_frozen_parameters: bool, kept: Container[str] = ()) -> dict[str, torch.Tensor]:
     """Return parameters and buffers by name; tied parameters are the same object.
 
     A parameter that a model's own ``state_dict`` leaves out is added under its name in ``named_parameters``. Scripts expect it there,
@@ -154,7 +155,7 @@ def _entries(module: nn.Module, exclude_frozen_parameters: bool) -> dict[str, to
     named = {name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
     present = set(map(id, named.values()))
     named.update((name, param) for name, param in module.named_parameters() if id(param) not in present)
-    return {name: value for name, value in named.items() if not (exclude_frozen_parameters and _is_frozen(value))}
+    return {name: value for name, value in named.items() if not (exclude_frozen_parameters and _is_frozen(value)) or name in kept}
 
 
 def _planned(name: str, value: torch.Tensor) -> PlannedTensor:

@@ -19,6 +19,7 @@ from hf_zero.checkpoint.format.values import Decoder, Encoder, encode_scalar
 from hf_zero.checkpoint.state.takeover import Takeover
 from hf_zero.checkpoint.state.training_state import TensorAxis
 from hf_zero.core.optimizer.clones import row_names, state_at_start
+from hf_zero.core.optimizer.common_states import common_states, set_common_states
 from hf_zero.core.optimizer.segments import OwnedSegment
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.units.layout import FROZEN, ParamSlot
@@ -28,6 +29,7 @@ from hf_zero.observe import warn_once
 
 # Options of the implementation, which do not change results. The present values stay, so that a run can move between devices.
 _EXECUTION_KEYS = frozenset({"params", "fused", "foreach", "capturable"})
+_PER_GROUP = ("lr", "lrs", "lambdas", "momentums")  # last words of a scheduler's keys such as base_lrs, _last_lr, lr_lambdas
 
 
 # -- to files ---------------------------------------------------------------------------------------------------------
@@ -166,6 +168,30 @@ def group_records(optimizer: ShardedOptimizer, encoder: Encoder) -> tuple[GroupR
     return tuple(records)
 
 
+def common_record(optimizer: ShardedOptimizer) -> dict[str, Any]:
+    """Return the encoded states that the optimizer keeps under keys that are no parameters (a count of steps).
+
+    Raises:
+        CheckpointError: A key is no text, or a value is neither a number, a tensor of one number, nor a dict of such values.
+    """
+    optimizer.state_store.settle()
+    found = {}
+    keys: Iterable[Any] = dict.keys(optimizer.inner.state)
+    for other in keys:
+        if not isinstance(other, (torch.Tensor, str)) or (isinstance(other, str) and other.startswith("$")):
+            raise CheckpointError(
+                f"optimizer.state has the key {other!r}, and only tensors of the param groups and texts can be saved: keep the state of a "
+                "parameter in self.state[param]"
+            )
+    for key, value in common_states(optimizer.inner).items():
+        what = f"optimizer.state[{key!r}]"
+        if isinstance(value, dict):
+            found[key] = {str(name): encode_scalar(number, f"{what}[{name!r}]") for name, number in value.items()}
+        else:
+            found[key] = encode_scalar(value, what)
+    return found
+
+
 def complete_groups(groups: Sequence[GroupRecord], units: Iterable[UnitRecord]) -> tuple[GroupRecord, ...]:
     """Return rank 0's param groups, completed with the parameters of other pipeline stages that ``units`` lists."""
     names = [dict.fromkeys(group.params) for group in groups]
@@ -174,6 +200,58 @@ def complete_groups(groups: Sequence[GroupRecord], units: Iterable[UnitRecord]) 
             if unit.kind == MASTER and param.group >= 0:
                 names[param.group][param.name] = None
     return tuple(replace(group, params=tuple(own)) for group, own in zip(groups, names, strict=True))
+
+
+def sources_of_groups(optimizer: ShardedOptimizer, groups: Sequence[GroupRecord], catalog: Catalog) -> list[int | None]:
+    """Return for each present param group the index of the first saved group with a parameter of it; None if there is none.
+
+    A group without parameters on this rank (of another pipeline stage) is taken to be the saved group at its position.
+    """
+    names = [{catalog.canonical(name) for name in _names(optimizer.units, index)} for index in range(len(optimizer.param_groups))]
+    return [
+        next((place for place, saved in enumerate(groups) if own & set(saved.params)), None)
+        if own
+        else (index if index < len(groups) else None)
+        for index, own in enumerate(names)
+    ]
+
+
+def for_present_groups(saved: Any, present: Any, sources: Sequence[int | None], count: int) -> Any:
+    """Return the saved state of a scheduler with its values per param group in the order of the present groups.
+
+    Param groups take over hyper-parameters by parameter name, so the learning rates that a scheduler keeps must follow them: torch's
+    ``base_lrs`` and the like are lists by position. States of inner schedulers (``_schedulers``) are changed too.
+
+    Args:
+        saved: Saved state of the scheduler, decoded.
+        present: State of the present scheduler; a present group without a saved one keeps its value.
+        sources: Index of the saved group of each present group; None if there is none.
+        count: Number of saved groups.
+
+    Raises:
+        CheckpointError: The present scheduler lacks a value for a present group without a saved one.
+    """
+    if list(sources) == list(range(count)) or not isinstance(saved, Mapping):
+        return saved
+    found = dict(saved)
+    for key, value in saved.items():
+        own = present.get(key) if isinstance(present, Mapping) else None
+        if isinstance(value, (list, tuple)) and len(value) == count and key.rsplit("_", 1)[-1] in _PER_GROUP:
+            found[key] = type(value)(_value(key, value, own, index, source) for index, source in enumerate(sources))
+        elif isinstance(value, list) and isinstance(own, list) and len(own) == len(value):  # states of inner schedulers
+            found[key] = [for_present_groups(one, other, sources, count) for one, other in zip(value, own, strict=True)]
+    return found
+
+
+def _value(key: str, saved: Sequence[Any], present: Any, index: int, source: int | None) -> Any:
+    if source is not None:
+        return saved[source]
+    if isinstance(present, (list, tuple)) and index < len(present):
+        return present[index]
+    raise CheckpointError(
+        f"scheduler[{key!r}] has a value for each of {len(saved)} saved param groups, and none for param group {index} of this optimizer, "
+        "whose parameters were not trained: pass load_lr_scheduler_states=False"
+    )
 
 
 def _names(units: Sequence[Unit], group: int) -> tuple[str, ...]:
@@ -233,6 +311,7 @@ class GroupsPlan:
         self._numbers = record.numbers()
         self._takeover = Takeover(optimizer, record, catalog, self.whole)
         self._groups = [self._match(index) for index in range(len(optimizer.param_groups))]
+        self._common: dict[str, Any] | None = None if self._takeover.foreign else decoder.decode(record.common)
 
     def warn_of_fresh(self, names: Sequence[str]) -> None:
         """Warn once that the optimizer states of the parameters ``names`` start from zero; do nothing without names."""
@@ -257,7 +336,8 @@ class GroupsPlan:
         check_group(values, f"param group {index}")
         taken = self._takeover.settings(group, {key: value for key, value in values.items() if key not in _EXECUTION_KEYS})
         check_alike({key: value for key, value in group.items() if key != "params"}, taken, f"param group {index}")
-        lost = [] if self._takeover.foreign or not values else sorted(missing_settings(group, values))
+        self._takeover.check_switches(group, taken, f"param group {index}")
+        lost = sorted(missing_settings(group, values)) if self._takeover.same_class and values else []
         if lost:
             raise CheckpointError(f"param group {index}: the checkpoint lacks the keys {', '.join(lost)}; it has {sorted(values)}")
         return taken
@@ -267,9 +347,12 @@ class GroupsPlan:
         return set()
 
     def apply(self) -> None:
-        """Set the hyper-parameters of the optimizer's param groups to the saved values; local."""
+        """Set the hyper-parameters of the param groups, and states under keys that are no parameters, to the saved values; local."""
         for group, values in zip(self.optimizer.param_groups, self._groups, strict=True):
             _update_group(group, values)
+        if self._common is not None:
+            self.optimizer.state_store.settle()
+            set_common_states(self.optimizer.inner, self._common)
 
 
 class OptimizerPlan(GroupsPlan):
@@ -311,9 +394,8 @@ class OptimizerPlan(GroupsPlan):
                 for slot, found in trained:
                     self._copy(segment, slot, found, state, flat[state])
         numbers = self._numbers_of(trained)
-        lost = self._takeover.lacks(segment.group, {*flat, *numbers}) if flat else set()
-        if lost:
-            raise CheckpointError(f"the optimizer state of {trained[0][0].name} lacks {', '.join(sorted(lost))}: the index was changed")
+        if flat:
+            self._takeover.check_complete(segment.group, {*flat, *numbers}, trained[0][0].name)
         return SegmentPlan(segment, flat, numbers)
 
     def _room(self, segment: OwnedSegment, state: str, dtype: torch.dtype, whole: bool) -> torch.Tensor:

@@ -12,6 +12,7 @@ from hf_zero.checkpoint.format.records import OptimizerRecord
 from hf_zero.core.optimizer.clones import state_names
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.units.layout import FROZEN, ParamSlot
+from hf_zero.errors import CheckpointError
 from hf_zero.observe import warn_once
 
 # Lower-case names of classes whose states have the same names and meaning; the machine (native kernels or not) decides which one trains.
@@ -26,6 +27,8 @@ _ALIKE = {
     "fusedlamb": "lamb",
 }
 _COMMON = ("lr", "weight_decay", "initial_lr")  # hyper-parameters with the same meaning in every optimizer
+# Switches that not every one of the classes above has, with the value that all of them have in effect.
+_NEUTRAL = {"amsgrad": False, "maximize": False, "nesterov": False, "bias_correction": True}
 
 
 class Takeover:
@@ -33,6 +36,7 @@ class Takeover:
 
     Attributes:
         foreign: Whether an optimizer of another class saved the state.
+        same_class: Whether an optimizer of this very class saved it, so that param groups have the same keys.
 
     Args:
         optimizer: Optimizer that loads the state.
@@ -50,6 +54,7 @@ class Takeover:
         self._params = {entry.param: entry.values for entry in record.params} if self._whole else {}
         self._kept = cache(lambda group, ndim: state_names(optimizer.inner, group, ndim))
         self.foreign = self._is_foreign()
+        self.same_class = record.name in ("", type(optimizer.inner).__name__)
         slots = [slot for unit in optimizer.units for slot in unit.layout.slots if slot.group != FROZEN and slot.numel]
         saved = {slot.name: (slot, self._saved(slot)) for slot in slots} if self.foreign else {}
         self._left = {name for name, (slot, names) in saved.items() if names and names != self._names(slot)}
@@ -91,11 +96,37 @@ class Takeover:
         """Return whether the saved states of parameter ``name``, if there are any, are loaded."""
         return name not in self._left
 
-    def lacks(self, group: int, names: set[str]) -> set[str]:
-        """Return the states that the saved optimizer class keeps for a segment of ``group`` and ``names`` lacks; empty if unknown."""
+    def check_complete(self, group: int, names: set[str], param: str) -> None:
+        """Raise if ``names``, the saved states of ``param`` in ``group``, lack one that the present optimizer needs.
+
+        Raises:
+            CheckpointError: The message names parameter and states.
+        """
         converted = self._catalog.index.library == CONVERTED  # other libraries may store a step elsewhere
         kept = None if self.foreign or self._whole or converted else self._kept(group, 1)
-        return set(kept or ()) - names
+        lost = ", ".join(sorted(set(kept or ()) - names))
+        if lost and self.same_class:
+            raise CheckpointError(f"the optimizer state of {param} lacks {lost}: the index was changed")
+        if lost:
+            own = type(self._optimizer.inner).__name__
+            raise CheckpointError(
+                f"the optimizer state of {param} was saved by {self._record.name}, without {lost}, which {own} needs with its present "
+                f"settings: train with {self._record.name}'s settings, or pass load_optimizer_states=False"
+            )
+
+    def check_switches(self, group: Mapping[str, Any], taken: Mapping[str, Any], where: str) -> None:
+        """Raise if a switch in ``taken`` changes the update and the present optimizer class does not have it.
+
+        Raises:
+            CheckpointError: The message names the param group ``where`` and the switch.
+        """
+        for key, neutral in _NEUTRAL.items():
+            if key in taken and key not in group and bool(taken[key]) != neutral:
+                saved, own = self._record.name or "another optimizer", type(self._optimizer.inner).__name__
+                raise CheckpointError(
+                    f"{where} was saved by {saved} with {key} {taken[key]!r}, and {own}, which trains now, does not have this switch: "
+                    f"train with {saved}, or pass load_optimizer_states=False"
+                )
 
     def settings(self, group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
         """Return the saved hyper-parameters that the present param group ``group`` loads."""

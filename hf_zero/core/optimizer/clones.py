@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from hf_zero.core.optimizer.step_values import ChangedInPlace, is_foreign
 
 TRIAL_SHAPE = (4, 6)
 TRIAL_STEPS = 3
@@ -29,17 +32,69 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def clone(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: Any = None) -> torch.optim.Optimizer:
-    """Return an optimizer of the same class and attributes with other groups. It shares ``optimizer``'s state dict unless ``state`` is
-    given.
+def nested_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that ``optimizer`` holds in its attributes, also inside lists, tuples and dicts, and those that they hold."""
+    found: dict[int, torch.optim.Optimizer] = {}
+    waiting: list[Any] = [optimizer]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, torch.optim.Optimizer):
+            if id(item) in found:
+                continue
+            found[id(item)] = item
+            waiting += [value for name, value in vars(item).items() if not is_foreign(name)]
+        elif type(item) in (list, tuple):
+            waiting += [value for value in item if isinstance(value, (torch.optim.Optimizer, list, tuple, dict))]
+        elif type(item) is dict:
+            waiting += [value for value in item.values() if isinstance(value, (torch.optim.Optimizer, list, tuple, dict))]
+    return list(found.values())[1:]
+
+
+def clone(
+    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: Any = None, sources: Sequence[dict[str, Any]] | None = None
+) -> torch.optim.Optimizer:
+    """Return an optimizer of the same class and attributes with other groups, which optimizers in its attributes get too.
+
+    Args:
+        optimizer: The original.
+        groups: The other groups.
+        state: State dict of the clone and of optimizers in its attributes; None: each shares that of its original.
+        sources: The group of ``optimizer`` that each of ``groups`` stands for; None: all of them, in order.
     """
-    other: torch.optim.Optimizer = object.__new__(type(optimizer))
-    other.__dict__.update(optimizer.__dict__)
-    other.__dict__.pop("step", None)  # a scheduler that counts calls replaces ``step`` by a method bound to the original
-    other.param_groups = groups
-    if state is not None:
-        other.state = state
-    return other
+    others = {id(own): group for own, group in zip(sources or optimizer.param_groups, groups, strict=False)}
+    memo: dict[int, Any] = {}
+
+    def cloned(item: Any) -> Any:
+        if isinstance(item, torch.optim.Optimizer):
+            if id(item) not in memo:
+                other = memo[id(item)] = object.__new__(type(item))
+                same = item.param_groups is optimizer.param_groups
+                own = groups if same else [others[id(group)] for group in item.param_groups if id(group) in others]
+                values = {name: value if is_foreign(name) else cloned(value) for name, value in vars(item).items()}
+                values.pop("step", None)  # a scheduler that counts calls replaces ``step`` by a method bound to the original
+                vars(other).update(values)
+                other.param_groups = own
+                if state is not None:
+                    other.state = state
+            return memo[id(item)]
+        if type(item) in (list, tuple) and any(isinstance(value, torch.optim.Optimizer) for value in item):
+            return type(item)(cloned(value) for value in item)
+        if type(item) is dict and any(isinstance(value, torch.optim.Optimizer) for value in item.values()):
+            return {key: cloned(value) for key, value in item.items()}
+        return item
+
+    made: torch.optim.Optimizer = cloned(optimizer)
+    return made
+
+
+@contextmanager
+def unchanged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Restore what steps of clones inside the ``with`` change in place in attributes and options that they share with ``optimizer``."""
+    values = ChangedInPlace([optimizer, *nested_of(optimizer)])
+    try:
+        yield
+    finally:
+        values.restore()
 
 
 def build_anew(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -81,9 +136,13 @@ def trial_data(optimizer: torch.optim.Optimizer) -> tuple[Tensor, list[Tensor]]:
 
 
 def try_steps(
-    optimizer: torch.optim.Optimizer, options: dict[str, Any], starts: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]
+    optimizer: torch.optim.Optimizer,
+    options: dict[str, Any],
+    starts: Sequence[Tensor],
+    grads: Sequence[Sequence[Tensor]],
+    kind: type[torch.nn.Parameter] = torch.nn.Parameter,
 ) -> tuple[torch.optim.Optimizer, list[torch.nn.Parameter]]:
-    """Step a new optimizer of the same class over copies of ``starts``, with one gradient of each per step.
+    """Step a new optimizer of the same class over copies of ``starts``, of class ``kind``, with one gradient of each per step.
 
     It draws from the default random generator, whose state the caller restores.
 
@@ -93,7 +152,7 @@ def try_steps(
     Raises:
         CollectiveError: The optimizer's step communicates.
     """
-    params = [torch.nn.Parameter(start.clone()) for start in starts]
+    params = [kind(start.clone()) for start in starts]
     with _NoCollectives():
         built = build_anew(optimizer, [{"params": params, **copy.deepcopy(options)}])
         train = getattr(built, "train", None)
@@ -105,6 +164,34 @@ def try_steps(
                 param.grad = own_grads[step].clone()
             built.step()
     return built, params
+
+
+def attributes_read(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> frozenset[str]:
+    """Return the names of attributes that the optimizer's constructor or step looks for on a parameter (``lr_mul``) and a plain one lacks,
+    found by a trial; empty if the class cannot be tried. The caller restores the random state.
+    """
+    names = set[str]()
+
+    class Watched(torch.nn.Parameter):
+        """A parameter that records which attributes it lacks."""
+
+        def __getattr__(self, name: str) -> Any:
+            names.add(name)
+            raise AttributeError(name)
+
+    start, grads = trial_data(optimizer)
+    try:
+        try_steps(optimizer, options, [start.float()], [[grad.float() for grad in grads]], Watched)
+    except Exception:  # another library's constructor or step may raise any error
+        return frozenset()
+    return frozenset(name for name in names if not name.startswith("_"))
+
+
+def plain_attributes(param: Tensor) -> dict[str, Any]:
+    """Return the numbers, texts and switches that a script has stored as attributes of ``param`` (``param.lr_mul = 5.0``)."""
+    return {
+        name: value for name, value in vars(param).items() if name[:1] != "_" and isinstance(value, (bool, int, float, str, type(None)))
+    }
 
 
 class _NoCollectives(TorchDispatchMode):
@@ -177,8 +264,8 @@ def state_after_a_step(optimizer: torch.optim.Optimizer, group: int, param: Tens
     twin.grad = torch.zeros_like(twin)
     state: Any = defaultdict(dict)
     options = copy.deepcopy(options_of(optimizer.param_groups[group]))
-    with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
-        clone(optimizer, [{**options, "params": [twin]}], state).step()
+    with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"), unchanged(optimizer):
+        clone(optimizer, [{**options, "params": [twin]}], state, [optimizer.param_groups[group]]).step()
     return dict(state[twin])
 
 
@@ -198,10 +285,11 @@ def state_types(optimizer: torch.optim.Optimizer, dtype: torch.dtype, device: to
         state: dict[Any, Any] = type(optimizer.state)(dict) if hasattr(optimizer.state, "default_factory") else {}
         try:
             values = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
-            trial = clone(optimizer, [{**values, "params": [vector]}], state)
+            trial = clone(optimizer, [{**values, "params": [vector]}], state, [group])
             if optimizer.state:  # made at construction
                 trial.state = state = build_anew(optimizer, [{**values, "params": [vector]}]).state
-            trial.step()
+            with unchanged(optimizer):
+                trial.step()
         except Exception:  # another library's optimizer may raise any error on a tensor that it was not made for
             return {"state 1": torch.float32, "state 2": torch.float32}
         entries = state[vector].items() if vector in state else ()

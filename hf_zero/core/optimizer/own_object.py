@@ -263,6 +263,22 @@ class OwnObject:
             self.change(self._own[name])
 
 
+def missing_attribute(outer: Any, name: str) -> Any:
+    """Raise the error for a name that the engine's optimizer ``outer`` does not have; it says where the script's optimizer has it.
+
+    Raises:
+        AttributeError: Always.
+    """
+    inner = vars(outer).get("inner")
+    if name.startswith("_") or inner is None or not hasattr(inner, name):
+        raise AttributeError(f"{type(outer).__name__!r} object has no attribute {name!r}")
+    raise AttributeError(
+        f"engine.optimizer has no {name!r}, an attribute of the {type(inner).__name__} given to initialize(). That object, which is "
+        "engine.optimizer.inner, has it; but its param groups hold parts of this rank's masters, without gradients outside of "
+        "engine.step(), so a method that steps or reads gradients has no effect there"
+    )
+
+
 def once(
     name: str,
     call: Callable[[], object],

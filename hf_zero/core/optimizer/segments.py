@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,8 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.core.optimizer.clones import clone, is_mark
+from hf_zero.core.optimizer.clones import clone, is_mark, nested_of
+from hf_zero.core.optimizer.common_states import common_states, set_common_states, states_by_param
 from hf_zero.core.optimizer.master_parts import new_part
+from hf_zero.core.optimizer.nested import require_own_groups, require_state
+from hf_zero.core.optimizer.step_values import ChangedInPlace
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import ConfigError, StateError
@@ -29,8 +33,11 @@ def group_of_params(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> 
     """Return the index of the param group of each parameter of the optimizer, by id, frozen ones included.
 
     Raises:
-        ConfigError: The optimizer holds a tensor that is not a parameter of the model, or has been stepped before.
+        ConfigError: The optimizer holds a tensor that is not a parameter of the model, or another optimizer with groups of its own, or
+            tensors of all parameters outside of its state, or has been stepped before.
     """
+    require_own_groups(optimizer)
+    require_state(optimizer)
     if not _is_fresh(optimizer):
         raise ConfigError(
             f"the {type(optimizer).__name__} given to initialize() already has state for {len(optimizer.state)} parameters; "
@@ -53,9 +60,10 @@ def _is_fresh(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer was never stepped. Adagrad fills its state at construction, with step 0, and others mark parameters
     there; entries without content, which a look at ``state`` has left (``train()`` of schedule-free optimizers), are removed.
     """
-    for param in [param for param, state in optimizer.state.items() if not state]:
+    for param in [param for param, state in states_by_param(optimizer).items() if not state]:
         del optimizer.state[param]
-    return all(is_mark(state) or ("step" in state and float(state["step"]) == 0) for state in optimizer.state.values())
+    states = states_by_param(optimizer).values()
+    return all(is_mark(state) or ("step" in state and float(state["step"]) == 0) for state in states)
 
 
 @dataclass(frozen=True)
@@ -203,13 +211,35 @@ def master_of(unit: Unit) -> torch.Tensor:
     return unit.master
 
 
+@contextmanager
+def stepped(segments: Sequence[OwnedSegment]) -> Iterator[None]:
+    """Let an optimizer step over ``segments`` inside the ``with``, as over parameters: they require gradients there, and values that it
+    gives them in other memory (``param.data = ...``) are copied to the masters.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        held = [segment.tensor.data for segment in segments]
+        for segment in segments:
+            segment.tensor.requires_grad_(True)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for segment, values in zip(segments, held, strict=True):
+                tensor = segment.tensor.requires_grad_(False)
+                if tensor.data_ptr() != values.data_ptr():
+                    values.copy_(tensor.data)
+                    tensor.data = values
+
+
 class SubGroupStepper:
     """Driver of one step of ``optimizer``, sub-group by sub-group.
 
     [Note: stepping by sub-groups] Each sub-group is stepped by a clone: an object of the same class with the same attributes and the same
     state dict, whose groups hold the sub-group's segments and the options that the groups had when the step began. So all sub-groups see
-    the same value of a counter that an optimizer keeps in its groups (schedule-free ones do) or its attributes, as in one common step; a
-    learning rate that changes meanwhile has no effect; and the step of a sub-group does not read the segments of others.
+    the same value of a counter that an optimizer keeps in its groups (schedule-free ones do), its attributes or its state (MADGRAD does),
+    as in one common step, also where the step changes it in place; a learning rate that changes meanwhile has no effect; and the step of a
+    sub-group does not read the segments of others.
 
     Args:
         optimizer: The inner optimizer.
@@ -228,6 +258,8 @@ class SubGroupStepper:
         self.threads = threads or torch.get_num_threads()
         self.values = [_values(group) for group in optimizer.param_groups]
         self._attributes = dict(vars(optimizer))
+        self._common = deepcopy(common_states(optimizer))
+        self._in_place = None if isinstance(optimizer, HostOptimizer) else ChangedInPlace([optimizer, *nested_of(optimizer)])
         self._after: torch.optim.Optimizer | None = None  # the clone that stepped last
 
     @torch.no_grad()
@@ -254,6 +286,10 @@ class SubGroupStepper:
         if isinstance(other, HostOptimizer):
             update_with_lows(other, [segment.tensor for segment in segments], grads, targets, factor, self.threads)
         else:
+            if self._after is not None and common_states(self.optimizer):
+                set_common_states(self.optimizer, self._common)
+            if self._after is not None and self._in_place is not None:
+                self._in_place.restore()
             self._step(other, segments, grads, factor)
             _copy_to([segment.tensor for segment in segments], targets)
         self._after = other
@@ -266,7 +302,8 @@ class SubGroupStepper:
             wide = grad.to(torch.promote_types(self._accumulation_dtype, segment.tensor.dtype))
             segment.tensor.grad = (wide.mul_(factor) if factor != 1.0 else wide).to(segment.tensor.dtype)
         try:
-            other.step()
+            with stepped(segments):
+                other.step()
         finally:
             for segment in segments:
                 segment.tensor.grad = None

@@ -12,7 +12,9 @@ import torch
 
 from hf_zero.core.optimizer import step_hooks
 from hf_zero.core.optimizer.clones import build_anew, is_mark, state_at_start
-from hf_zero.core.optimizer.own_object import OwnObject, once
+from hf_zero.core.optimizer.common_states import common_states, set_common_states, states_by_param
+from hf_zero.core.optimizer.nested import complete, join_states, load_together, set_state
+from hf_zero.core.optimizer.own_object import OwnObject, missing_attribute, once
 from hf_zero.core.optimizer.param_states import ParamStates, SegmentStates
 from hf_zero.core.optimizer.segments import OwnedSegment, Segments, lay_out
 from hf_zero.core.optimizer.state_store import StateStore
@@ -77,13 +79,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._clear: Callable[[], None] | None = None
         self._take: Callable[[], object] | None = None  # the step that waits for a script's own ``step``
         self._steps = False  # inside ``step``
+        complete(inner)
+        join_states(inner)
         self.own = OwnObject(inner)
         self.segments = Segments()
         for group, tensors in zip(inner.param_groups, self._lay_out(), strict=True):
             group["params"] = tensors
         self.state_store.bind(inner, self.units, self.segments)
-        if inner.state:  # state that its constructor made for the parameters, which the segments replace
-            inner.state = _state_at_start(inner)
+        if states_by_param(inner):  # state that its constructor made for the parameters, which the segments replace
+            common = common_states(inner)
+            set_state(inner, _state_at_start(inner))
+            set_common_states(inner, common)
             self.state_store.adopt_states()
         watch_parts(self)
 
@@ -222,6 +228,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.state_store.settle()
         return self.inner.state
 
+    @state.setter
+    def state(self, value: Any) -> None:
+        """Begin anew, as scripts do with ``optimizer.state = defaultdict(dict)``.
+
+        Raises:
+            StateError: ``value`` has entries.
+        """
+        if value:
+            raise StateError(
+                f"optimizer.state was assigned {len(value)} entries, but the engine keeps the states of flat parts of its parameters "
+                "there. An empty dict begins anew; load_checkpoint() and hf_zero.utils.safe_set_full_optimizer_state set states"
+            )
+        self.state.clear()
+
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """Return the inner optimizer's defaults."""
@@ -254,7 +274,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _load_own_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.state_store.settle()
         tensors = [group["params"] for group in self.inner.param_groups]
-        self.inner.load_state_dict(state_dict)
+        load_together(self.inner, state_dict)
         for group, params in zip(self.inner.param_groups, tensors, strict=True):
             group["params"] = params
         self.state_store.adopt_states()
@@ -293,6 +313,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.memory is not None:
             self.memory.load_rank_states(states)
 
+    __getattr__ = missing_attribute
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
 
@@ -307,9 +329,9 @@ def _state_at_start(inner: torch.optim.Optimizer) -> Any:
         ConfigError: The constructor marked parameters of the model, and the tensors are flat parts of several.
     """
     held = {id(tensor) for group in inner.param_groups for tensor in group["params"]}
-    if held.issuperset(map(id, inner.state)):
+    if held.issuperset(map(id, states_by_param(inner))):
         return inner.state
-    if marks := next(filter(is_mark, inner.state.values()), None):
+    if marks := next(filter(is_mark, states_by_param(inner).values()), None):
         raise ConfigError(
             f"the {type(inner).__name__} given to initialize() has marks in its state ({marks}), but it updates flat parts of several "
             "parameters here; keep the marks in its param groups"

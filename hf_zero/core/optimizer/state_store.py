@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from hf_zero.core.optimizer.segments import OwnedSegment, Segments, SubGroupStepper
+from hf_zero.core.optimizer.common_states import states_by_param
+from hf_zero.core.optimizer.segments import OwnedSegment, Segments, SubGroupStepper, stepped
 from hf_zero.core.units.layout import Range, UnitState
 from hf_zero.core.units.unit import Unit, trained_of
 from hf_zero.core.units.values import publish, shard_changed
@@ -131,7 +132,8 @@ class StateStore:
             for unit in trained_of(self.units):
                 shard_changed(unit)
         else:
-            self.inner.step()
+            with stepped(segments):
+                self.inner.step()
             self._publish()
         for segment in segments:
             segment.tensor.grad = None
@@ -189,7 +191,7 @@ class StateStore:
 
     def move_to_huge_pages(self) -> None:
         """Move the moments, which the inner optimizer made in its first step, to huge pages."""
-        for state in self.inner.state.values():
+        for state in states_by_param(self.inner).values():
             for name, value in state.items():
                 if isinstance(value, torch.Tensor):
                     state[name] = host_memory.moved(value)

@@ -12,7 +12,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from hf_zero.comm.collectives import Collectives, Pending
-from hf_zero.core.optimizer.clones import is_mark, state_at_start
+from hf_zero.core.optimizer.clones import is_mark, plain_attributes, state_at_start
+from hf_zero.core.optimizer.common_states import common_states, set_common_states, states_by_param
+from hf_zero.core.optimizer.nested import set_state
 from hf_zero.core.optimizer.owners import Spread, TensorMoves, assign_owners, spread_of, spread_of_experts
 from hf_zero.core.optimizer.param_states import OwnerStates, WholeParam
 from hf_zero.core.optimizer.segments import OwnedSegment, master_of
@@ -62,8 +64,11 @@ class WholeTensorOptimizer(ShardedOptimizer):
         self._by_name: dict[str, WholeParam] = {}
         self._resting: set[str] = set()  # names of parameters that are frozen at present
         self._take_over(inner, units)
-        if inner.state and all(map(is_mark, inner.state.values())):
-            inner.state = _marks(inner.state, self.whole)
+        marks = states_by_param(inner)
+        if marks and all(map(is_mark, marks.values())):
+            common = common_states(inner)
+            set_state(inner, _marks(marks, self.whole))
+            set_common_states(inner, common)
         super().__init__(inner, units, state_store)
         self.own.fetch, self.own.send = self._fetch, self._scatter
 
@@ -76,7 +81,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
         self._owners |= {entry.slot.name: entry.rank for entry in owned}
         moves = [TensorMoves(unit, [entry for entry in owned if entry.unit == index], net) for index, unit in enumerate(units)]
         added = [
-            WholeParam(move.unit, entry.slot, nn.Parameter(_rest(move.unit, entry.slot)), entry.rank == net.rank, inner)
+            WholeParam(move.unit, entry.slot, _whole_param(move.unit, entry.slot), entry.rank == net.rank, inner)
             for move in moves
             for entry in move.own
         ]
@@ -242,6 +247,15 @@ def _marks(state: Mapping[torch.Tensor, Mapping[str, Any]], whole: Iterable[Whol
 def _parts(unit: Unit) -> dict[str, TpShard]:
     named = ((slot.name, tp_shard_of(param)) for slot, param in zip(unit.layout.slots, unit.params, strict=True) if param is not None)
     return {name: part for name, part in named if part is not None}
+
+
+def _whole_param(unit: Unit, slot: ParamSlot) -> nn.Parameter:
+    """Return the tensor that stands for a parameter in the groups, with the attributes of the parameter that an optimizer may read."""
+    made = nn.Parameter(_rest(unit, slot))
+    own = unit.params[unit.layout.slots.index(slot)] if slot in unit.layout.slots else None
+    if own is not None:  # the parameters of other ranks' experts are not here
+        vars(made).update(plain_attributes(own))
+    return made
 
 
 def _rest(unit: Unit, slot: ParamSlot) -> torch.Tensor:

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_zero.core.units.guards import HOOKED_MODULE
 from hf_zero.core.units.sharded_parameter import as_torch_has_it
 from hf_zero.core.units.whole_buffer import ordinary_tensors
+from hf_zero.errors import UnsupportedError
 
 # -- torch.func ---------------------------------------------------------------------------------------------------------
 
@@ -199,6 +200,7 @@ def before_zero_grad(function: Callable[[list[nn.Parameter]], Container[int]]) -
     nn.Module.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
+_CLOSE = 1e-2  # of two norms that are the same number, rounded in 16 bit
 _SCALING = next((name for name in vars(clip_grad) if name.startswith("_clip_grad") and name.endswith("_with_norm_")), "")
 _scale_gradients: Any = getattr(clip_grad, _SCALING, None)
 _total_norm: Any = getattr(clip_grad, "_get_total_norm", None)
@@ -236,10 +238,33 @@ def around_clipping(function: Callable[[list[torch.Tensor], float, float, torch.
 
     clip_grad._get_total_norm = total_norm
     setattr(clip_grad, _SCALING, scale)
+    _clip_with_norm_by(function)
     for cell in getattr(clip_grad.clip_grad_norm_, "__closure__", None) or ():
         inner = cell.cell_contents  # the function inside torch's own decorator, whichever name a script has imported it by
         if getattr(inner, "__name__", "") == "clip_grad_norm_" and not hasattr(inner, "__wrapped__"):
             cell.cell_contents = _asking_torch(inner)
+
+
+def _clip_with_norm_by(function: Callable[[list[torch.Tensor], float, float, torch.Tensor], bool]) -> None:
+    """Call ``function`` where a script calls ``torch.nn.utils.clip_grads_with_norm_``, with a norm of the gradients that it could see."""
+    for cell in getattr(_scale_gradients, "__closure__", None) or ():
+        inner = cell.cell_contents  # the function inside torch's own decorator; ``clip_grad_norm_`` comes here for visible gradients
+        if getattr(inner, "__name__", "") != _SCALING or hasattr(inner, "__wrapped__"):
+            continue
+
+        @wraps(inner)
+        def call(parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None, _inner: Any = inner) -> None:
+            params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            given = total_norm.detach().clone()
+            if not function(params, float(max_norm), 2.0, total_norm):
+                _inner(params, max_norm, total_norm, foreach)
+            elif given and not torch.isclose(given, total_norm, rtol=_CLOSE):
+                raise UnsupportedError(
+                    f"torch.nn.utils.clip_grads_with_norm_ was called with the norm {float(given):g}, and that of the gradients, which are "
+                    f"sharded, is {float(total_norm):g}: the engine clips by their 2-norm only. Call torch.nn.utils.clip_grad_norm_ instead"
+                )
+
+        cell.cell_contents = call
 
 
 def around_clipping_by_value(function: Callable[[list[torch.Tensor], float], list[torch.Tensor]]) -> None:

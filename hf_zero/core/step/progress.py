@@ -65,6 +65,7 @@ class Reports:
         every: Number of optimizer steps between two lines; 0 or None prints none.
         sinks: Monitors, on rank 0.
         measures: Functions called on every rank with the number of the step; their results are recorded too. They may be collective.
+        scaled: Whether records have the loss scale (fp16).
         measured: Last results of ``measures`` that no caller has taken yet, for other loggers.
     """
 
@@ -72,6 +73,7 @@ class Reports:
     every: int | None = None
     sinks: list[Sink] = field(default_factory=list)
     measures: Sequence[Callable[[int], Mapping[str, float]]] = ()
+    scaled: bool = False
     measured: dict[str, float] = field(default_factory=dict)
 
     def tell(self, progress: Progress, groups: Sequence[dict[str, Any]], loss_scale: float) -> None:
@@ -102,8 +104,9 @@ class Reports:
                 self.clock.samples_per_second(),
             )
         record = {"Train/Samples/train_loss": loss, "Train/Samples/lr": rates[0] if rates else 0.0, "Train/Samples/grad_norm": norm}
-        if loss_scale != 1.0:
+        if self.scaled:
             record["Train/Samples/loss_scale"] = loss_scale
+        record |= {f"Train/Samples/elapsed_time_ms_{name}": 1000 * seconds for name, seconds in self.clock.of_step.items()}
         record |= measured
         for sink in self.sinks:
             sink.write(record, progress.global_samples)
@@ -121,6 +124,7 @@ class Clock:
     Attributes:
         breakdown: Whether the phases of each step are printed; phases are then timed to their end on the device.
         memory: Whether the memory is printed with each line.
+        of_step: Seconds of each phase of the last optimizer step, with ``breakdown``.
         watchers: Functions that return a context to enter around each phase, given its name; for tools that measure a run.
     """
 
@@ -129,6 +133,7 @@ class Clock:
         self.memory = memory
         self.watchers: list[Callable[[str], AbstractContextManager[Any]]] = []
         self._device = device
+        self.of_step: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
         self._line_started = time.perf_counter()
         self._line_samples = 0
@@ -175,7 +180,7 @@ class Clock:
         if self.breakdown:
             parts = " | ".join(f"{name}: {1000 * seconds:.2f} ms" for name, seconds in self._seconds.items())
             log_rank0("step %d time | %s", step, parts)
-            self._seconds = {}
+            self.of_step, self._seconds = self._seconds, {}
         if self.memory:
             tiers = "".join(f", optimizer states on {tier} {gib(nbytes)}" for tier, nbytes in offloaded.items())
             log_rank0("step %d memory | %s%s", step, memory_line(self._device), tiers)
