@@ -50,8 +50,10 @@ START, STOP = "<!-- longest: made by python -m benchmarks.long_sequences.longest
 TEXT = """Thousands (1024) of tokens of the longest sequence that fits {memory} of each device, and in brackets GiB of host memory that a
 rank takes then: Llamas in bf16 with AdamW, stage 3, recomputed layers, one sequence at a time. By plans on a pretended accelerator; a
 16th more tokens do not fit. **States on the host**: masters, moments and parameters, as in all rows below it. **Tiles**: of 4096 tokens
-in feed-forward layers and of 1024 in the loss. Divided sequences are shared by all ranks; others are each rank's own. A dash: not even
-1024 tokens fit; empty: not planned yet."""
+in feed-forward layers and of 1024 in the loss. Divided sequences are shared by all ranks; others are each rank's own. **FSDP2**: torch's
+`fully_shard` and `context_parallel` as accelerate calls them, states on the host, on the same accelerator with the same tiles, gradients
+sent in bf16; without accelerate's autocast and copy of the logits in fp32, which take more. A dash: not even 1024 tokens fit; empty: not
+planned yet."""
 MOST = 1 << 26  # tokens
 BLOCKS = 6  # of the smaller of two models: with fewer, the peak of backward grows by more than a block
 
@@ -65,6 +67,7 @@ class Way:
         tiles: Feed-forward layers and the loss are computed in tiles.
         moves: The inputs of layers wait on the host for backward.
         axis: What divides sequences over all ranks: "sequence", or a strategy of context parallelism; "" where ranks have their own.
+        half: Gradients are sent in bf16; otherwise in fp32 where sequences are divided.
         beside: Bytes of the device that something else takes.
         fsdp2: torch's FSDP2 with context parallelism runs in place of the engine; ``axis`` is its strategy.
     """
@@ -73,6 +76,7 @@ class Way:
     tiles: bool = False
     moves: bool = False
     axis: str = ""
+    half: bool = False
     beside: int = 0
     fsdp2: bool = False
 
@@ -80,6 +84,8 @@ class Way:
         """Return the DeepSpeed configuration."""
         zero = {"stage": 3, "stage3_max_reuse_distance": 0, **(HOST if self.host else {})}
         found: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": zero}
+        if self.half:
+            found["seq_parallel_communication_data_type"] = "bf16"
         if self.axis == "sequence":
             return {**found, "sequence_parallel_size": ranks}
         if self.axis:
@@ -97,6 +103,7 @@ WAYS = {
     "sequence parallel, tiles, inputs of layers on the host": Way(tiles=True, moves=True, axis="sequence"),
     "context parallel, tiles, inputs of layers on the host": Way(tiles=True, moves=True, axis="allgather"),
     "context parallel in a ring, tiles, inputs of layers on the host": Way(tiles=True, moves=True, axis="alltoall"),
+    "the same, gradients sent in bf16": Way(tiles=True, moves=True, axis="alltoall", half=True),
     "DeepSpeed with ALST (sequence parallel, tiles, inputs of layers on the host), by formula": Way(
         tiles=True, moves=True, axis="sequence", beside=BUCKET
     ),
