@@ -16,7 +16,10 @@ from hf_zero.memory import host_memory
 
 
 class BufferPool:
-    """Flat buffers of one backward, reused by one unit after the other: new memory costs a page fault per 4 KiB on a host."""
+    """Flat buffers of one backward in host memory, reused by one unit after the other: new memory costs a page fault per 4 KiB there.
+
+    A device's allocator keeps memory by itself, and gives that of one size to another: a head's buffer would be idle in the pool.
+    """
 
     def __init__(self) -> None:
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
@@ -27,8 +30,9 @@ class BufferPool:
         return free.pop() if free else host_memory.passing(numel, dtype, device)
 
     def give(self, buffer: torch.Tensor) -> None:
-        """Take back a buffer that nothing reads any more."""
-        self._free.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
+        """Take back a buffer that nothing reads any more; on a device, free it."""
+        if buffer.device.type == "cpu":
+            self._free.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
 
     def clear(self) -> None:
         """Free the buffers that are not in use."""
