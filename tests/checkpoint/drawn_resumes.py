@@ -8,8 +8,6 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from tests.support import ranks
 from tests.support.checkpoints import Sample, build, full_state
 from tests.support.models import CLASSES, LENGTH, class_loss
 from tests.support.parity import DTYPES, mean_over_ranks
+from tests.trainer.drawn_runs import report
 
 ROWS = 24
 CLASS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -379,13 +378,7 @@ def main() -> int:
     given = parser.parse_args()
     random_ = random.Random(given.seed)
     runs = [full(eval(given.run))] if given.run else [draw(random_, given.ranks) for _ in range(given.count)]  # noqa: S307
-    for index, run in enumerate(runs):
-        start = time.monotonic()
-        with tempfile.TemporaryDirectory() as folder:
-            lines = compared(run, Path(folder))
-        print(f"[{index}] {'DIFFERS' if lines else 'ok'} {time.monotonic() - start:.0f} s {changed(run)}", flush=True)
-        for line in lines[:6]:
-            print(f"      {line}", flush=True)
+    report(runs, lambda run, _models, folder: compared(run, folder), changed, save_models=lambda _folder: None)
     return 0
 
 

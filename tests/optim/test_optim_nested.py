@@ -113,14 +113,21 @@ def _steps(engine: Any, first: int, last: int) -> None:
         engine.step()
 
 
-def _compare(engine: Any, make: Callable[[Params], torch.optim.Optimizer], steps: int) -> None:
-    model = _model()
-    optimizer = make(list(model.parameters()))
-    for step in range(steps):
+def _plain_steps(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+    for step in range(first, last):
         for rank in range(ranks.world()):
             (_loss(model, step, rank) / ranks.world()).backward()
         optimizer.step()
         model.zero_grad()
+
+
+def _compare(engine: Any, make: Callable[[Params], torch.optim.Optimizer], steps: int) -> None:
+    model = _model()
+    _plain_steps(model, make(list(model.parameters())), 0, steps)
+    _assert_same(engine, model)
+
+
+def _assert_same(engine: Any, model: nn.Module) -> None:
     for param, plain in zip(engine.parameters(), model.parameters(), strict=True):
         with hf_zero.zero.GatheredParameters(param):
             torch.testing.assert_close(param.detach(), plain.detach(), rtol=1e-5, atol=1e-6)
@@ -182,15 +189,8 @@ def _begins_anew(stage: int) -> None:
     _steps(engine, 2, 4)
     model = _model()
     for first in (0, 2):
-        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-        for step in range(first, first + 2):
-            for rank in range(ranks.world()):
-                (_loss(model, step, rank) / ranks.world()).backward()
-            optimizer.step()
-            model.zero_grad()
-    for param, plain in zip(engine.parameters(), model.parameters(), strict=True):
-        with hf_zero.zero.GatheredParameters(param):
-            torch.testing.assert_close(param.detach(), plain.detach(), rtol=1e-5, atol=1e-6)
+        _plain_steps(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), first, first + 2)
+    _assert_same(engine, model)
     engine.destroy()
 
 

@@ -214,16 +214,23 @@ def error_of(call: Callable[[], Any]) -> str:
     return texts[0]
 
 
-def load_whole(folder: Path, name: str) -> nn.Module:
-    """Return a plain, unsharded model of ``save_models``, even while a run is in progress."""
+@contextmanager
+def loading_plainly() -> Iterator[None]:
+    """Let ``from_pretrained`` load plain, unsharded models, even while a run at stage 3 is in progress."""
     from transformers.integrations import deepspeed
 
     kept = deepspeed._hf_deepspeed_config_weak_ref
     deepspeed._hf_deepspeed_config_weak_ref = None
     try:
-        return load(folder, name)
+        yield
     finally:
         deepspeed._hf_deepspeed_config_weak_ref = kept
+
+
+def load_whole(folder: Path, name: str) -> nn.Module:
+    """Return a plain, unsharded model of ``save_models``, even while a run is in progress."""
+    with loading_plainly():
+        return load(folder, name)
 
 
 def train_with(models: Path, folder: Path, deepspeed: Any, name: str = "gpt2", **options: Any) -> Any:

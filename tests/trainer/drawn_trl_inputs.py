@@ -57,14 +57,8 @@ def load(folder: Path, name: str) -> Any:
 
 def load_plain(folder: Path, name: str) -> Any:
     """Return a model that is not sharded, also inside a run at stage 3."""
-    from transformers.integrations import deepspeed
-
-    kept = deepspeed._hf_deepspeed_config_weak_ref
-    deepspeed._hf_deepspeed_config_weak_ref = None
-    try:
+    with trainers.loading_plainly():
         return load(folder, name)
-    finally:
-        deepspeed._hf_deepspeed_config_weak_ref = kept
 
 
 def rows_of(form: str, split: str, chats: bool) -> Any:

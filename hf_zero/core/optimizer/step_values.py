@@ -50,7 +50,7 @@ class ChangedInPlace:
         if id(value) in seen:
             return
         if isinstance(value, torch.Tensor):
-            if not isinstance(value, torch.nn.Parameter):
+            if not isinstance(value, torch.nn.Parameter) and _can_be_written(value):
                 seen.add(id(value))
                 self._restore.append(_of_tensor(value))
         elif type(value) in _SEQUENCES:
@@ -66,6 +66,11 @@ class ChangedInPlace:
         elif type(value) is tuple:
             for item in value:
                 self._take(item, seen)
+
+
+def _can_be_written(tensor: torch.Tensor) -> bool:
+    """Return whether torch writes to ``tensor`` in place: not if it is expanded."""
+    return tensor.layout is torch.strided and all(stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
 
 
 def _of_tensor(tensor: torch.Tensor) -> Callable[[], None]:

@@ -224,12 +224,14 @@ def around_clipping(function: Callable[[list[torch.Tensor], float, float, torch.
         asked[0] = float(norm_type), error_if_nonfinite
         return _total_norm(tensors, norm_type, error_if_nonfinite, *args, **kwargs)
 
+    scale_visible = _clip_with_norm_by(function)
+
     @wraps(_scale_gradients)
     def scale(parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None) -> None:
         params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         order, finite = asked[0]
         if not function(params, float(max_norm), order, total_norm):
-            _scale_gradients(params, max_norm, total_norm, foreach)
+            scale_visible(params, max_norm, total_norm, foreach)
         elif finite and not math.isfinite(total_norm):
             raise RuntimeError(
                 f"clip_grad_norm_(error_if_nonfinite=True): the norm of order {order:g} of the sharded gradients is {float(total_norm)}; "
@@ -238,33 +240,45 @@ def around_clipping(function: Callable[[list[torch.Tensor], float, float, torch.
 
     clip_grad._get_total_norm = total_norm
     setattr(clip_grad, _SCALING, scale)
-    _clip_with_norm_by(function)
-    for cell in getattr(clip_grad.clip_grad_norm_, "__closure__", None) or ():
-        inner = cell.cell_contents  # the function inside torch's own decorator, whichever name a script has imported it by
-        if getattr(inner, "__name__", "") == "clip_grad_norm_" and not hasattr(inner, "__wrapped__"):
-            cell.cell_contents = _asking_torch(inner)
+    for cell in _cells(clip_grad.clip_grad_norm_, "clip_grad_norm_"):
+        cell.cell_contents = _asking_torch(cell.cell_contents)
 
 
-def _clip_with_norm_by(function: Callable[[list[torch.Tensor], float, float, torch.Tensor], bool]) -> None:
-    """Call ``function`` where a script calls ``torch.nn.utils.clip_grads_with_norm_``, with a norm of the gradients that it could see."""
-    for cell in getattr(_scale_gradients, "__closure__", None) or ():
-        inner = cell.cell_contents  # the function inside torch's own decorator; ``clip_grad_norm_`` comes here for visible gradients
-        if getattr(inner, "__name__", "") != _SCALING or hasattr(inner, "__wrapped__"):
-            continue
+def _cells(decorated: Any, name: str) -> list[Any]:
+    """Return the cells in which torch's own decorator keeps the function ``name``, whichever name a script has imported it by; none once
+    their function is replaced.
+    """
+    cells = getattr(decorated, "__closure__", None) or ()
+    functions = [(cell, cell.cell_contents) for cell in cells]
+    return [cell for cell, inner in functions if getattr(inner, "__name__", "") == name and not hasattr(inner, "__wrapped__")]
 
+
+def _clip_with_norm_by(function: Callable[[list[torch.Tensor], float, float, torch.Tensor], bool]) -> Callable[..., None]:
+    """Call ``function`` where a script calls ``torch.nn.utils.clip_grads_with_norm_``, with a norm of the gradients that it could see.
+
+    Returns:
+        torch's function, which scales visible gradients.
+    """
+    usual: Any = _scale_gradients
+
+    def replaced(inner: Callable[..., None]) -> Callable[..., None]:
         @wraps(inner)
-        def call(parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None, _inner: Any = inner) -> None:
+        def call(parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None) -> None:
             params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
             given = total_norm.detach().clone()
             if not function(params, float(max_norm), 2.0, total_norm):
-                _inner(params, max_norm, total_norm, foreach)
+                inner(params, max_norm, total_norm, foreach)
             elif given and not torch.isclose(given, total_norm, rtol=_CLOSE):
                 raise UnsupportedError(
                     f"torch.nn.utils.clip_grads_with_norm_ was called with the norm {float(given):g}, and that of the gradients, which are "
                     f"sharded, is {float(total_norm):g}: the engine clips by their 2-norm only. Call torch.nn.utils.clip_grad_norm_ instead"
                 )
 
-        cell.cell_contents = call
+        return call
+
+    for cell in _cells(usual, _SCALING):
+        usual, cell.cell_contents = cell.cell_contents, replaced(cell.cell_contents)
+    return usual
 
 
 def around_clipping_by_value(function: Callable[[list[torch.Tensor], float], list[torch.Tensor]]) -> None:
@@ -275,10 +289,8 @@ def around_clipping_by_value(function: Callable[[list[torch.Tensor], float], lis
     Args:
         function: Called with the parameters and the largest absolute value; returns the parameters whose gradients torch has to clip.
     """
-    for cell in getattr(clip_grad.clip_grad_value_, "__closure__", None) or ():
-        inner = cell.cell_contents
-        if getattr(inner, "__name__", "") == "clip_grad_value_" and not hasattr(inner, "__wrapped__"):
-            cell.cell_contents = _clipping_hidden(inner, function)
+    for cell in _cells(clip_grad.clip_grad_value_, "clip_grad_value_"):
+        cell.cell_contents = _clipping_hidden(cell.cell_contents, function)
 
 
 def _clipping_hidden(clip: Callable[..., None], function: Callable[..., list[torch.Tensor]]) -> Callable[..., None]:
