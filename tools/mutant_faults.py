@@ -241,7 +241,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     *_in(
         "core/schedule/reducer.py",
-        ("three reductions in flight", "_IN_FLIGHT = 2", "_IN_FLIGHT = 3", (TRACE, ORDER, "tests/comm/test_nccl_order.py")),
+        ("two reductions in flight", "_IN_FLIGHT = 1", "_IN_FLIGHT = 2", (TRACE, ORDER, "tests/comm/test_nccl_order.py")),
         (
             "late gradients are forgotten",
             'errors = self._reduce_late(answers(), error) if answers is not None else ""',

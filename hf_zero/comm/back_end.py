@@ -39,11 +39,11 @@ class NativeCollectives(Collectives):
     def reduce_scatter(self, full: torch.Tensor, dtype: torch.dtype, unit: str) -> Pending:
         label = observe.note("reduce_scatter", unit)
         if self.world == 1:
-            return Pending(label, [], lambda: full.to(dtype))
+            return Pending(label, [], lambda: full)
         part = torch.empty(full.numel() // self.world, dtype=full.dtype, device=full.device)
         self.sent_bytes += (self.world - 1) * part.numel() * full.element_size()
         work = self.launch(label, lambda: _reduce_scatter_single(part, full, group=self.topology.group, async_op=True))
-        return Pending(label, [work], lambda: part.to(dtype), group=self.topology.group, keep=(full, part))
+        return Pending(label, [work], lambda: part, group=self.topology.group, keep=(full, part))
 
     def exchange(self, messages: torch.Tensor, unit: str) -> Pending:
         label = observe.note("exchange", unit)

@@ -184,7 +184,7 @@ class Collectives(ABC):
 
         Args:
             full: This rank's values, (world * n,).
-            dtype: Dtype of the result, (n,), and of the additions if hf_zero itself computes them.
+            dtype: Dtype of the additions and of the result, (n,), if hf_zero itself adds; otherwise the result has that of ``full``.
             unit: Name for labels.
         """
 

@@ -15,6 +15,8 @@ from hf_zero.memory.buffers import HostMemory
 from hf_zero.memory.copies import CopyLane, Mark
 from hf_zero.observe import waiting
 
+_PIECE = 1 << 24  # elements of a gradient that are summed, or copied to a wider dtype, at a time
+
 
 @dataclass(frozen=True)
 class SubGroup:
@@ -83,10 +85,11 @@ class HostStates:
 class HostGradients(GradientPlace):
     """Gradients on the host: one host buffer per unit, as long as the engine lives.
 
-    [Note: gradients on the host] The gradient of a micro-step is copied to the host in the dtype in which it arrived. A further
-    micro-step copies the sum back, adds on the device in the accumulation dtype, and copies it out again. The numbers are the same as for
-    a sum that stays on the device, no thread waits, and the bus copies in both directions at once. [Note: device memory in a lane] keeps
-    device memory alive until it is copied.
+    [Note: gradients on the host] The gradient of a micro-step is copied to the host in the accumulation dtype. A further micro-step copies
+    the sum back, adds on the device, and copies it out again. The numbers are the same as for a sum that stays on the device, no thread
+    waits, and the bus copies in both directions at once. Sums and wider copies of a gradient are computed in pieces, one after the other in
+    the memory of the first: those of a large head would take gigabytes of the device. [Note: device memory in a lane] keeps device memory
+    alive until it is copied.
 
     Args:
         memory: Allocator of the buffers.
@@ -109,24 +112,24 @@ class HostGradients(GradientPlace):
         self._buffers: dict[int, torch.Tensor] = {}
         self._marks: dict[int, Mark] = {}
 
-    def add(self, unit: Unit, total: torch.Tensor | None, received: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def add(
+        self, unit: Unit, total: torch.Tensor | None, received: torch.Tensor, dtype: torch.dtype, factor: float = 1.0
+    ) -> torch.Tensor:
         unit.own.settle()  # the last update may still read the buffer
+        host = self._buffer(unit, dtype)
         with self._outward.entered():
-            leaving = received
-            if total is not None:
-                leaving = total.to(self._device, dtype, non_blocking=True, copy=True).add_(received)
-            host = self._buffer(unit, leaving.dtype if leaving.dtype.itemsize <= dtype.itemsize else dtype)
-            host.copy_(leaving, non_blocking=True)
-            self._marks[id(unit)] = self._outward.mark(keep=received)  # the sum was allocated in the lane, and stays there
+            for start in range(0, host.numel(), _PIECE):
+                piece = slice(start, start + _PIECE)
+                known = total[piece].to(self._device, dtype, non_blocking=True, copy=True) if total is not None else None
+                host[piece].copy_(super().add(unit, known, received[piece], dtype, factor), non_blocking=True)
+            self._marks[id(unit)] = self._outward.mark(keep=received)  # the pieces were allocated in the lane, and stay there
         return host
 
     def _buffer(self, unit: Unit, dtype: torch.dtype) -> torch.Tensor:
-        numel = unit.layout.shard_numel
         known = self._buffers.get(id(unit))
-        if known is None or known.nbytes < numel * dtype.itemsize:
-            known = self._memory.empty(numel * max(4, dtype.itemsize), torch.uint8, pinned=True)
-            self._buffers[id(unit)] = known
-        return known[: numel * dtype.itemsize].view(dtype)
+        if known is None or known.dtype != dtype:
+            known = self._buffers[id(unit)] = self._memory.empty(unit.layout.shard_numel, dtype, pinned=True)
+        return known
 
     def zeros(self, unit: Unit, dtype: torch.dtype) -> torch.Tensor:
         unit.own.settle()

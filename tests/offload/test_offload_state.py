@@ -7,11 +7,16 @@ import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from hf_zero.memory.buffers import HostMemory
+from hf_zero.memory.copies import CopyLane
+from hf_zero.offload import host_states
 from hf_zero.ops.host_optimizers import HostAdam
 from tests.support import ranks
 from tests.support.models import CASES
@@ -224,3 +229,15 @@ def test_a_path_that_cannot_be_written_is_an_error_on_every_rank(tmp_path: Path)
     blocks = {"offload_optimizer": {"device": "nvme", "nvme_path": os.fspath(tmp_path / "file")}}
     for text in ranks.run_ranks(_refused, 2, blocks, None):
         assert text.startswith("OffloadError: no swap files can be made in nvme_path") and str(tmp_path) in text
+
+
+def test_gradients_reach_the_host_in_pieces() -> None:
+    unit: Any = SimpleNamespace(layout=SimpleNamespace(shard_numel=10), own=SimpleNamespace(settle=lambda: None))
+    device, dtype = torch.device("cpu"), torch.float32
+    place = host_states.HostGradients(HostMemory(device), device, CopyLane(device))
+    first, second = (torch.randn(10, generator=torch.Generator().manual_seed(seed)).bfloat16() for seed in (0, 1))
+    with mock.patch.object(host_states, "_PIECE", 4):
+        one = place.add(unit, None, first.clone(), dtype, 1 / 3)
+        assert torch.equal(one, first.float() * (1 / 3))
+        both = place.add(unit, one, second.clone(), dtype, 1 / 3)
+    assert both is one and torch.equal(both, first.float() * (1 / 3) + second.float() * (1 / 3))

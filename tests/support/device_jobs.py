@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
+from hf_zero.offload import host_states
 from tests import pretend
 from tests.pretend import network
 from tests.support import ranks
@@ -61,7 +63,7 @@ def offload(name: str, runs: list[Run], only: list[str], keys: dict[str, Any] | 
             if only and label not in only:
                 continue
             late, pageable = _copies()
-            with blocks_of(way) as blocks:
+            with blocks_of(way) as blocks, mock.patch.object(host_states, "_PIECE", 100):
                 trace, _ = train_case(name, run, {**blocks, **(keys or {})})
             found = difference(trace, plain)
             assert trace.skipped == plain.skipped and found.within(limits_of(run)), f"{label}: {found}"

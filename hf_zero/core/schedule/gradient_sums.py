@@ -236,11 +236,17 @@ class GradientPlace:
     def __init__(self, listener: Listener | None = None) -> None:
         self.listener = listener
 
-    def add(self, unit: Unit, total: torch.Tensor | None, received: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the sum of ``total`` and ``received``, both (shard_numel,), in ``dtype``; without a ``total``, in the dtype of
-        ``received``.
+    def add(
+        self, unit: Unit, total: torch.Tensor | None, received: torch.Tensor, dtype: torch.dtype, factor: float = 1.0
+    ) -> torch.Tensor:
+        """Return the sum of ``total``, if there is one, and ``received`` times ``factor``, both (shard_numel,), in ``dtype``.
+
+        ``received`` may have a narrower dtype; it is multiplied in ``dtype``, maybe in place.
         """
-        return received.to(dtype) if total is None else total.add_(received)
+        received = received.to(dtype)
+        if factor != 1.0:
+            received.mul_(factor)
+        return received if total is None else total.add_(received)
 
     def zeros(self, unit: Unit, dtype: torch.dtype) -> torch.Tensor:
         """Return a zero gradient, (shard_numel,), for a unit that no backward has reached."""
@@ -280,9 +286,8 @@ class GradientSum:
 
     def add(self, received: torch.Tensor, completes: bool) -> None:
         """Add the result of a reduction, (shard_numel,), without ``post_scale``; ``completes`` is that of ``hops``."""
-        if self.policy.post_scale != 1.0:
-            received.mul_(self.policy.post_scale)
-        self.shard = self.place.add(self.unit, self.shard, received, self.policy.accumulation_dtype)
+        policy = self.policy
+        self.shard = self.place.add(self.unit, self.shard, received, policy.accumulation_dtype, policy.post_scale)
         if self.place.listener is not None:
             self.place.listener(self.unit, self.shard, self.place.settle)
 

@@ -64,9 +64,8 @@ class HomeStream:
         return entered
 
 
-# Number of reductions in flight. Two keep one on the network while the next buffer fills; more would only keep more flat buffers
-# allocated.
-_IN_FLIGHT = 2
+# Number of reductions in flight: one is on the network while the next buffer fills. A second one would keep another flat buffer allocated.
+_IN_FLIGHT = 1
 _HOST = torch.device("cpu")
 AT_THE_END = sys.maxsize  # position of units that are sent when backward is over
 
@@ -129,8 +128,8 @@ class Reducer:
     then, with zeros for missing gradients. So every rank sends the same sequence whatever its data. Where backward unshards too, unshards
     and reductions have one order ([Note: one order]): it may delay a unit, and may send it before it is complete.
 
-    At most ``_IN_FLIGHT`` reductions are in flight in each hop ([Note: hops of a reduction]); if there are more, the reducer waits for the
-    oldest.
+    While backward computes, at most ``_IN_FLIGHT`` reductions are in flight in each hop ([Note: hops of a reduction]); when there is one
+    more, the reducer waits for the oldest.
 
     Attributes:
         gradients: One entry per trainable unit, in the order of the model.
