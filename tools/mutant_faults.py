@@ -318,7 +318,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     *_in(
         "core/schedule/gradient_sums.py",
-        ("no division behind the sum", "received.mul_(self.policy.post_scale)", "received.mul_(1.0)", (POLICY, MATRIX)),
+        ("no division behind the sum", "received.mul_(factor)", "received.mul_(1.0)", (POLICY, MATRIX)),
     ),
     *_in(
         "core/schedule/schedule.py",

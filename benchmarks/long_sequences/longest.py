@@ -20,6 +20,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,11 @@ START, STOP = "<!-- longest: made by python -m benchmarks.long_sequences.longest
 TEXT = """Thousands (1024) of tokens of the longest sequence that fits {memory} of each device, and in brackets GiB of host memory that a
 rank takes then: Llamas in bf16 with AdamW, stage 3, recomputed layers, one sequence at a time. By plans on a pretended accelerator; a
 16th more tokens do not fit. **States on the host**: masters, moments and parameters, as in all rows below it. **Tiles**: of 4096 tokens
-in feed-forward layers and of 1024 in the loss. Divided sequences are shared by all ranks; others are each rank's own. **FSDP2**: torch's
+in feed-forward layers and norms, and of 1024 in the loss. Divided sequences are shared by all ranks; others are each rank's own.
+**FSDP2**: torch's
 `fully_shard` and `context_parallel` as accelerate calls them, states on the host, on the same accelerator with the same tiles, gradients
-sent in bf16; without accelerate's autocast and copy of the logits in fp32, which take more. A dash: not even 1024 tokens fit; empty: not
-planned yet."""
+sent in bf16; without accelerate's autocast and copy of the logits in fp32, and without the memory that its streams keep, which all take
+more. A dash: not even 1024 tokens fit; empty: not planned yet."""
 MOST = 1 << 26  # tokens
 BLOCKS = 6  # of the smaller of two models: with fewer, the peak of backward grows by more than a block
 
@@ -64,7 +66,7 @@ class Way:
 
     Attributes:
         host: Optimizer states and parameters rest on the host.
-        tiles: Feed-forward layers and the loss are computed in tiles.
+        tiles: Feed-forward layers, norms and the loss are computed in tiles.
         moves: The inputs of layers wait on the host for backward.
         axis: What divides sequences over all ranks: "sequence", or a strategy of context parallelism; "" where ranks have their own.
         half: Gradients are sent in bf16; otherwise in fp32 where sequences are divided.
@@ -166,17 +168,23 @@ def longest(model: Mapping[str, Any], way: Way, ranks: int, limit: int, near: in
         elif high > 1:
             size = min(max(_guess(known, limit), closer), high - 1, 16 * low + 16)
     exact = known[max(1, low)] if not low else taken(model, way, ranks, low * STEP, whole=True)
-    while low and exact.device > limit:
-        low -= max(1, low // (4 * CLOSE))
-        exact = taken(model, way, ranks, low * STEP, whole=True)
+    while low and exact.device > limit:  # a little over the line of the two small models
+        low = max(0, low - max(1, ceil((exact.device - limit) / _slope(known, limit))))
+        exact = taken(model, way, ranks, max(1, low) * STEP, whole=True)
     return low * STEP, exact
 
 
 def _guess(known: Mapping[int, Taken], limit: int) -> int:
     """Return where the line through the two lengths nearest to the limit meets it."""
+    nearest = min(known, key=lambda size: abs(known[size].device - limit))
+    slope = _slope(known, limit)
+    return int(nearest + (limit - known[nearest].device) / slope) if slope > 0 else MOST // STEP
+
+
+def _slope(known: Mapping[int, Taken], limit: int) -> float:
+    """Return the bytes per ``STEP`` tokens between the two lengths nearest to the limit."""
     one, two = sorted(known, key=lambda size: abs(known[size].device - limit))[:2]
-    slope = (known[two].device - known[one].device) / (two - one)
-    return int(one + (limit - known[one].device) / slope) if slope > 0 else MOST // STEP
+    return (known[two].device - known[one].device) / (two - one)
 
 
 # -- the table --------------------------------------------------------------------------------------------------------

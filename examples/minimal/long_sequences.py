@@ -1,4 +1,4 @@
-"""Train on long sequences with Trainer: ranks divide each sequence, and feed-forward layers and the loss are computed in tiles.
+"""Train on long sequences with Trainer: ranks divide each sequence; feed-forward layers, norms and the loss are computed in tiles.
 
 torchrun --nproc_per_node 2 examples/minimal/long_sequences.py
 
@@ -10,26 +10,28 @@ from pydoc_data.topics import topics  # training text: the language reference, w
 from torch.nn import functional
 from transformers import AutoConfig, ByT5Tokenizer, LlamaForCausalLM, Trainer
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from hf_zero import ZeroTrainingArguments
 from hf_zero.sequence_parallel.tiled import TiledFusedLogitsLoss, TiledMLP
 
 OUTPUT = "runs/minimal/long_sequences"
-LENGTH, TILE, LOSS_TILE = 128, 4096, 1024  # tokens per sequence, per tile of feed-forward layers, per tile of the loss
+LENGTH, TILE, LOSS_TILE = 128, 4096, 1024  # tokens per sequence, per tile of layers, per tile of the loss
 BATCH = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
 
 
-class TiledLayer(LlamaMLP):  # replace LlamaMLP by the feed-forward class of your model
-    def forward(self, x):
-        return TiledMLP.apply(LlamaMLP.forward, self, x, -(-x.shape[1] // TILE))
+def tiled(layer):
+    return type(layer.__name__, (layer,), {"forward": lambda self, x: TiledMLP.apply(layer.forward, self, x, -(-x.shape[1] // TILE))})
+
+
+TILED = {layer: tiled(layer) for layer in (LlamaMLP, LlamaRMSNorm)}  # replace by the feed-forward and norm classes of your model
 
 
 class TiledLlama(LlamaForCausalLM):  # replace by your model's class; checkpoints do not change
     def __init__(self, config):
         super().__init__(config)
-        for layer in self.model.layers:
-            layer.mlp.__class__ = TiledLayer
+        for module in self.modules():
+            module.__class__ = TILED.get(type(module), type(module))
 
     def forward(self, input_ids, labels=None, position_ids=None, shift_labels=None, num_items_in_batch=None, **inputs):
         if labels is None or not self.training:

@@ -62,8 +62,10 @@ class NativeCollectives(Collectives):
         empty = outgoing[0].new_empty(0)
         send = [empty if rank == self.rank else part for rank, part in enumerate(outgoing)]
         receive = [0 if rank == self.rank else part.numel() for rank, part in enumerate(incoming)]
-        message = torch.cat(send).to(device)
-        received = torch.empty(sum(receive), dtype=message.dtype, device=device)
+        message, received = _single(send, device), _single([incoming[rank] for rank, numel in enumerate(receive) if numel], device)
+        message = torch.cat(send).to(device) if message is None else message
+        copied = received is None
+        received = torch.empty(sum(receive), dtype=message.dtype, device=device) if received is None else received
         self.sent_bytes += message.nbytes
         sizes = [part.numel() for part in send]
         work = self.launch(
@@ -72,10 +74,16 @@ class NativeCollectives(Collectives):
 
         def finish() -> None:
             for target, part in zip(incoming, received.split(receive), strict=True):
-                if part.numel():
+                if copied and part.numel():
                     target.copy_(part)
 
         return Pending(label, [work], finish, group=self.topology.group, keep=(message, received))
+
+
+def _single(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor | None:
+    """Return the only part that is not empty, if the network can read and write it in place; else None."""
+    filled = [part for part in parts if part.numel()]
+    return filled[0] if len(filled) == 1 and filled[0].is_contiguous() and filled[0].device == device else None
 
 
 class _Pretended(Collectives):

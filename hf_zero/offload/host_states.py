@@ -112,9 +112,7 @@ class HostGradients(GradientPlace):
         self._buffers: dict[int, torch.Tensor] = {}
         self._marks: dict[int, Mark] = {}
 
-    def add(
-        self, unit: Unit, total: torch.Tensor | None, received: torch.Tensor, dtype: torch.dtype, factor: float = 1.0
-    ) -> torch.Tensor:
+    def add(self, unit: Unit, total: torch.Tensor | None, received: torch.Tensor, dtype: torch.dtype, factor: float = 1.0) -> torch.Tensor:
         unit.own.settle()  # the last update may still read the buffer
         host = self._buffer(unit, dtype)
         with self._outward.entered():

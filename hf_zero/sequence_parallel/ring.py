@@ -91,10 +91,8 @@ class _Ring(torch.autograd.Function):
         held = _Passed.of(key, value)
         for step in range(across.world):
             coming = held.pass_on(across, "keys") if step + 1 < across.world else None
-            keys, values = held.views(rules.groups)
             for rows, columns, scores in _blocks(layout, rules, step, query.shape[2]):
-                found = attend(query[:, :, rows], keys[:, :, columns], values[:, :, columns], scores)
-                merge(out[:, :, rows], lse[:, :, rows], *found)
+                merge(out[:, :, rows], lse[:, :, rows], *attend(query[:, :, rows], *held.part(columns, rules.groups), scores))
             held = coming.received() if coming is not None else held
         result = out.to(query.dtype)
         ctx.layout, ctx.across, ctx.rules = layout, across, rules
@@ -107,21 +105,21 @@ class _Ring(torch.autograd.Function):
         query, key, value, out, lse = ctx.saved_tensors
         layout, across, rules = ctx.layout, ctx.across, ctx.rules
         of_query = torch.zeros_like(query, dtype=lse.dtype)
-        held, sums = _Passed.of(key, value), _Passed.of(torch.zeros_like(key, dtype=lse.dtype), torch.zeros_like(value, dtype=lse.dtype))
+        held = _Passed.of(key, value)
         arriving: _Coming | None = None
         for step in range(across.world):
             coming = held.pass_on(across, "keys") if step + 1 < across.world else None
-            keys, values = held.views(rules.groups)
-            own = _Passed.of(torch.zeros_like(sums.key), torch.zeros_like(sums.value))
+            sums = held.zeros(lse.dtype)
             for rows, columns, scores in _blocks(layout, rules, step, query.shape[2]):
-                parts = (query[:, :, rows], keys[:, :, columns], values[:, :, columns], scores)
+                parts = (query[:, :, rows], *held.part(columns, rules.groups), scores)
                 found = gradients(*parts, out[:, :, rows], lse[:, :, rows], above[:, :, rows])
                 of_query[:, :, rows] += found[0]
-                added_to(own.key[:, :, columns], found[1], rules.groups)
-                added_to(own.value[:, :, columns], found[2], rules.groups)
+                added_to(sums.key[:, :, columns], found[1], rules.groups)
+                added_to(sums.value[:, :, columns], found[2], rules.groups)
+                del parts, found  # before the next block is computed
             if arriving is not None:
-                sums = arriving.received()
-            sums.message.add_(own.message)
+                sums.message.add_(arriving.received().message)
+                arriving = None  # its memory is free for the next one
             arriving = sums.pass_on(across, "gradients of keys")
             held = coming.received() if coming is not None else held
         sums = arriving.received() if arriving is not None else sums
@@ -152,11 +150,14 @@ class _Passed:
         first, second = message.split([key.numel(), value.numel()])
         return _Passed(message, first.view(key), second.view(value))
 
-    def views(self, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values with each head as often as ``groups`` query heads read it."""
-        if groups == 1:
-            return self.key, self.value
-        return self.key.repeat_interleave(groups, 1), self.value.repeat_interleave(groups, 1)
+    def zeros(self, dtype: torch.dtype) -> _Passed:
+        """Return zeros of the same shapes in ``dtype``."""
+        return _Passed._over(torch.zeros_like(self.message, dtype=dtype), self.key.shape, self.value.shape)
+
+    def part(self, columns: slice, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of the tokens ``columns``, with each head as often as ``groups`` query heads read it."""
+        key, value = self.key[:, :, columns], self.value[:, :, columns]
+        return (key, value) if groups == 1 else (key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))
 
     def pass_on(self, across: Collectives, what: str) -> _Coming:
         """Start to send this to the next rank, and to receive the previous one's; collective."""

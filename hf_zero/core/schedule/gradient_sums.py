@@ -236,9 +236,7 @@ class GradientPlace:
     def __init__(self, listener: Listener | None = None) -> None:
         self.listener = listener
 
-    def add(
-        self, unit: Unit, total: torch.Tensor | None, received: torch.Tensor, dtype: torch.dtype, factor: float = 1.0
-    ) -> torch.Tensor:
+    def add(self, unit: Unit, total: torch.Tensor | None, received: torch.Tensor, dtype: torch.dtype, factor: float = 1.0) -> torch.Tensor:
         """Return the sum of ``total``, if there is one, and ``received`` times ``factor``, both (shard_numel,), in ``dtype``.
 
         ``received`` may have a narrower dtype; it is multiplied in ``dtype``, maybe in place.
