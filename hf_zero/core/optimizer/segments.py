@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.core.optimizer.clones import clone, is_mark, nested_of
+from hf_zero.core.optimizer.clones import clone, is_mark
 from hf_zero.core.optimizer.common_states import common_states, set_common_states, states_by_param
+from hf_zero.core.optimizer.held_params import has_optimizers, nested_of
 from hf_zero.core.optimizer.master_parts import new_part
-from hf_zero.core.optimizer.nested import require_own_groups, require_state
+from hf_zero.core.optimizer.nested import require_state
 from hf_zero.core.optimizer.step_values import ChangedInPlace
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.unit import Unit
@@ -33,10 +34,9 @@ def group_of_params(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> 
     """Return the index of the param group of each parameter of the optimizer, by id, frozen ones included.
 
     Raises:
-        ConfigError: The optimizer holds a tensor that is not a parameter of the model, or another optimizer with groups of its own, or
-            tensors of all parameters outside of its state, or has been stepped before.
+        ConfigError: The optimizer holds a tensor that is not a parameter of the model, or tensors of all parameters outside of its
+            state, or has been stepped before.
     """
-    require_own_groups(optimizer)
     require_state(optimizer)
     if not _is_fresh(optimizer):
         raise ConfigError(
@@ -257,9 +257,10 @@ class SubGroupStepper:
         self._accumulation_dtype = accumulation_dtype
         self.threads = threads or torch.get_num_threads()
         self.values = [_values(group) for group in optimizer.param_groups]
-        self._attributes = dict(vars(optimizer))
+        self._all = [optimizer, *nested_of(optimizer)]
+        self._attributes = [dict(vars(one)) for one in self._all]
         self._common = deepcopy(common_states(optimizer))
-        self._in_place = None if isinstance(optimizer, HostOptimizer) else ChangedInPlace([optimizer, *nested_of(optimizer)])
+        self._in_place = None if isinstance(optimizer, HostOptimizer) else ChangedInPlace(self._all)
         self._after: torch.optim.Optimizer | None = None  # the clone that stepped last
 
     @torch.no_grad()
@@ -314,9 +315,11 @@ class SubGroupStepper:
             return
         for group, before, after in zip(self.optimizer.param_groups, self.values, self._after.param_groups, strict=False):
             group.update({key: value for key, value in _values(after).items() if value is not before.get(key)})
-        for name, value in vars(self._after).items():
-            if name not in ("param_groups", "state") and value is not self._attributes.get(name):
-                setattr(self.optimizer, name, value)
+        for own, before, other in zip(self._all, self._attributes, [self._after, *nested_of(self._after)], strict=True):
+            for name, value in vars(other).items():
+                is_own = name in ("param_groups", "state") or value is other.param_groups or has_optimizers(value)
+                if not is_own and value is not before.get(name):
+                    setattr(own, name, value)
 
 
 def update_with_lows(

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.core.optimizer.clones import is_mark, plain_attributes, state_at_start
 from hf_zero.core.optimizer.common_states import common_states, set_common_states, states_by_param
+from hf_zero.core.optimizer.held_params import replace_parameters
 from hf_zero.core.optimizer.nested import set_state
 from hf_zero.core.optimizer.owners import Spread, TensorMoves, assign_owners, spread_of, spread_of_experts
 from hf_zero.core.optimizer.param_states import OwnerStates, WholeParam
@@ -70,6 +71,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
             set_state(inner, _marks(marks, self.whole))
             set_common_states(inner, common)
         super().__init__(inner, units, state_store)
+        self._replace_attributes(units)
         self.own.fetch, self.own.send = self._fetch, self._scatter
 
     def _take_over(self, inner: torch.optim.Optimizer, units: Sequence[Unit]) -> list[WholeParam]:
@@ -94,6 +96,12 @@ class WholeTensorOptimizer(ShardedOptimizer):
         groups = range(len(self.inner.param_groups))
         return [[entry.param for entry in self.whole if entry.slot.group == index] for index in groups]
 
+    def _replace_attributes(self, units: Sequence[Unit]) -> None:
+        """Replace parameters that the inner optimizer keeps outside of its groups, see [Note: parameters in attributes]."""
+        named = [(slot.name, param) for unit in units for slot, param in zip(unit.layout.slots, unit.params, strict=True)]
+        own = {name: [self._by_name[name].param] if name in self._by_name else [] for name, _ in named}
+        replace_parameters(self.inner, {id(param): own[name] for name, param in named if param is not None})
+
     def group_of_tensors(self) -> dict[int, int]:
         """Return the param group of each parameter that this rank updates, by id."""
         return {id(entry.param): entry.slot.group for entry in self.whole}
@@ -117,6 +125,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
         has_state = bool(self.inner.state)
         added = self._take_over(self.inner, units)
         self._replace(())
+        self._replace_attributes(units)
         for entry in added if has_state else ():
             entry.install(state_at_start(self.inner, entry.slot.group, entry.param))
 
