@@ -8,6 +8,7 @@ together needs them on one rank, as at stage 0; elsewhere it is refused.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -135,6 +136,7 @@ def needs_whole_tensors(
     reason = refused_reason(kind) or (None if all_here else _named(kind, ALL_TENSORS))
     if reason is not None:
         raise _refusal(kind, reason, f"{_ALLOW_KEY}, which accelerate and transformers always set, does not change that.")
+    _require_no_closure(optimizer)
     if _named(kind, ALL_TENSORS) is not None:
         return True
     if _named(kind, WHOLE_TENSOR) is not None:
@@ -229,6 +231,23 @@ def _reads_attributes(optimizer: torch.optim.Optimizer, shards_only: bool) -> bo
             "several parameters here (tensor parallelism, states in files): give the value as an option of a param group"
         )
     return bool(found)
+
+
+def _require_no_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if ``step`` cannot be called without arguments.
+
+    Raises:
+        UnsupportedError: It has a parameter without a default.
+    """
+    with suppress(ValueError, TypeError):  # no signature
+        own = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+        needed = [arg.name for arg in own if arg.default is arg.empty and arg.kind in (arg.POSITIONAL_ONLY, arg.POSITIONAL_OR_KEYWORD)]
+        if not needed:
+            return
+        raise UnsupportedError(
+            f"{type(optimizer).__name__}.step() requires {needed[0]!r}, but the engine calls it without arguments, after the loss was "
+            f"computed: give {needed[0]} the default None. engine.optimizer.step(closure) calls a closure once before the update"
+        )
 
 
 def _refusal_of_shards(optimizer: torch.optim.Optimizer, held: str) -> UnsupportedError:

@@ -67,6 +67,7 @@ def made_valid(run: Drawn) -> Drawn:
         run["counter"] = "none"
     if run["kind"]:
         run["methods"], run["attribute"] = None, None
+        run["counter"] = "state int" if run["resume"] and run["kind"] != "adam" else run["counter"]
     if run["kind"] == "sam":
         run["loop"], run["api"], run["accumulation"] = None, "initialize", 1
     if run["loop"] in ("add group", "freezes") or run["skips"]:
@@ -92,6 +93,7 @@ def made_valid(run: Drawn) -> Drawn:
         run["made"] = "lazy"
     if run["methods"] == "no super":
         run["groups"] = "one" if run["groups"] == "named" else run["groups"]
+        run["resume"] = None  # torch's own state_dict fails
     if run["rule"] in ("global", "mean") or run["attribute"] == "numel":
         run["api"] = "initialize"  # the key that Accelerate sets allows them
         run["stage"], run["offload"] = 0 if run["stage"] < 3 else 3, None

@@ -197,7 +197,8 @@ class Plain(Script):
             (loss / self.run["accumulation"]).backward()
             total += loss.item() / ranks.world()
             for param, master in self.by_param.items():
-                if param.requires_grad and self.is_taken(master):  # a parameter that a loss leaves out has a gradient of zeros, see docs
+                # A parameter that a loss leaves out has a gradient of zeros (docs/parameters.md); one that is in no group keeps its own.
+                if param.requires_grad and (param.grad is not None or self.is_taken(master)):
                     part = param.grad.float() / ranks.world() if param.grad is not None else torch.zeros_like(master)
                     master.grad = part if master.grad is None else master.grad + part
                 param.grad = None
@@ -205,7 +206,7 @@ class Plain(Script):
 
     def update(self, step: int) -> None:
         if self.run["clip"]:
-            torch.nn.utils.clip_grad_norm_([master for master in self.masters.values() if master.grad is not None], self.run["clip"])
+            torch.nn.utils.clip_grad_norm_([master for master in self.masters.values() if self.is_taken(master)], self.run["clip"])
         if self.needs_closure():
             self.own.step(self.closure(step))
         elif self.run["kind"] == "sam":
@@ -215,7 +216,7 @@ class Plain(Script):
             first.second_step(zero_grad=True)
         else:
             self.own.step()
-        for master in self.masters.values():
+        for master in filter(self.is_taken, self.masters.values()):
             master.grad = None
 
     def is_taken(self, master: Tensor) -> bool:
@@ -396,7 +397,7 @@ def trained(kind: type[Script], run: Drawn, folder: Path) -> dict[str, Any]:
     """Train, resume if the run says so, and return all that a user sees."""
     script: Any = kind(run, folder)
     script.train(0, RESUMED)
-    if run["resume"]:
+    if run["resume"] and not (kind is Plain and run["kind"]):  # an optimizer in another one is not in the other's state_dict
         kept, losses = script.save(), list(script.losses)
         if run["resume"] == "same engine":
             script.train(STEPS, STEPS + 1)

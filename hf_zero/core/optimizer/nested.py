@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from hf_zero.core.optimizer.clones import TRIAL_STEPS, CollectiveError, clone, options_of, trial_data, unchanged
 from hf_zero.core.optimizer.held_params import nested_of
+from hf_zero.core.optimizer.script_states import NamedStates
 from hf_zero.core.optimizer.step_values import is_foreign
 from hf_zero.errors import ConfigError
 
@@ -94,6 +95,13 @@ def load_together(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 def _place(group: dict[str, Any], groups: Sequence[dict[str, Any]]) -> int | None:
     return next((index for index, own in enumerate(groups) if own is group), None)
+
+
+def name_states(optimizer: Optimizer) -> None:
+    """Let looks at ``optimizer.state`` find no states of the model's parameters."""
+    state: Any = optimizer.state
+    if type(state) is defaultdict:
+        set_state(optimizer, NamedStates(state.default_factory, state))
 
 
 def set_state(optimizer: Optimizer, state: Any) -> None:

@@ -15,6 +15,7 @@ from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.core.optimizer.clones import is_mark, plain_attributes, state_at_start
 from hf_zero.core.optimizer.common_states import common_states, set_common_states, states_by_param
 from hf_zero.core.optimizer.held_params import replace_parameters
+from hf_zero.core.optimizer.master_parts import memory_of, set_memory
 from hf_zero.core.optimizer.nested import set_state
 from hf_zero.core.optimizer.owners import Spread, TensorMoves, assign_owners, spread_of, spread_of_experts
 from hf_zero.core.optimizer.param_states import OwnerStates, WholeParam
@@ -97,7 +98,10 @@ class WholeTensorOptimizer(ShardedOptimizer):
         return [[entry.param for entry in self.whole if entry.slot.group == index] for index in groups]
 
     def _replace_attributes(self, units: Sequence[Unit]) -> None:
-        """Replace parameters that the inner optimizer keeps outside of its groups, see [Note: parameters in attributes]."""
+        """Replace parameters that the inner optimizer keeps outside of its groups, see [Note: parameters in attributes], and let none of
+        them be read between updates.
+        """
+        self.own.parts.rest(entry.param for entry in self.whole)
         named = [(slot.name, param) for unit in units for slot, param in zip(unit.layout.slots, unit.params, strict=True)]
         own = {name: [self._by_name[name].param] if name in self._by_name else [] for name, _ in named}
         replace_parameters(self.inner, {id(param): own[name] for name, param in named if param is not None})
@@ -179,8 +183,8 @@ class WholeTensorOptimizer(ShardedOptimizer):
         for masters, gradients in arriving:
             for name in masters:
                 param = self._by_name[name].param
-                param.data = masters[name]
-                param.grad = gradients[name].to(param.device, param.dtype) if name not in self._resting else None
+                set_memory(param, masters[name])
+                param.grad = gradients[name].to(masters[name].device, masters[name].dtype) if name not in self._resting else None
 
     def _scatter(self, updated: Callable[[Unit], None]) -> None:
         """Send the new values back to the shards and call ``updated``."""
@@ -196,8 +200,9 @@ class WholeTensorOptimizer(ShardedOptimizer):
             tensors = {}
             for entry in move.own:
                 param = self._by_name[entry.slot.name].param
-                tensors[entry.slot.name] = param.data
-                param.data, param.grad = _rest(move.unit, entry.slot), None
+                tensors[entry.slot.name] = memory_of(param)
+                set_memory(param, _rest(move.unit, entry.slot))
+                param.grad = None
             under_way.append((move.unit, move.scatter(tensors, master_of(move.unit), "masters from owners")))
             if len(under_way) > _IN_FLIGHT:
                 take()
