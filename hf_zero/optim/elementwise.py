@@ -32,77 +32,13 @@ from hf_zero.core.optimizer.common_states import states_by_param
 from hf_zero.core.optimizer.held_params import held_in, single_in
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.observe import warn_once
-from hf_zero.ops import HostAdagrad, HostAdam, HostLion, HostSGD
-from hf_zero.optim.lion import Lion
-from hf_zero.optim.onebit_adam import OneBitAdam
-from hf_zero.optim.uncorrected_adam import UncorrectedAdam
+from hf_zero.optim.known_classes import ALL_TENSORS, ELEMENTWISE, REFUSED, WHOLE_TENSOR, named, refused_reason, whole_tensor_reason
 
 _ALLOW_KEY = "zero_allow_untested_optimizer"
 # Relative to the largest update. Element-wise kernels differ by rounding only (1e-6 for those that compute in fp32);
 # norms and factored moments of halves differ by tens of percent.
 _PROBE_TOLERANCE = 1e-4
 _RARE_SHAPES = ((160, 192), (4, 3, 3, 3))
-
-_ELEMENTWISE: frozenset[type] = frozenset(
-    {
-        torch.optim.Adadelta,
-        torch.optim.Adagrad,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.Adamax,
-        torch.optim.ASGD,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.SGD,
-        HostAdagrad,
-        HostAdam,
-        HostLion,
-        HostSGD,
-        Lion,
-        OneBitAdam,
-        UncorrectedAdam,
-    }
-)
-
-# Lower-case class name -> why. Names rather than classes, so that no third-party library is imported to recognise a class.
-WHOLE_TENSOR: dict[str, str] = {
-    "adafactor": "it factors the second moment into rows and columns of whole matrices",
-    "came": "it factors the second moment into rows and columns of whole matrices",
-    "distributedshampoo": "it preconditions whole matrices",
-    "shampoo": "it preconditions whole matrices",
-    "soap": "it preconditions whole matrices",
-    "muon": "it orthogonalises whole matrices",
-    "muonwithauxadam": "it orthogonalises whole matrices",
-    "lamb": "it scales each update by the norms of the whole parameter",
-    "fusedlamb": "it scales each update by the norms of the whole parameter",
-    "lars": "it scales each update by the norms of the whole parameter",
-    "fusednovograd": "it keeps one second moment per whole parameter",
-    "novograd": "it keeps one second moment per whole parameter",
-    "adamp": "it projects updates by the directions of whole rows and parameters",
-    "sgdp": "it projects updates by the directions of whole rows and parameters",
-    "adam_mini": "it keeps one second moment per block of a whole parameter",
-    "adammini": "it keeps one second moment per block of a whole parameter",
-    "galoreadamw": "it projects whole gradient matrices",
-    "galoreadafactor": "it projects whole gradient matrices",
-    "apolloadamw": "it projects whole gradient matrices",
-}
-ALL_TENSORS: dict[str, str] = {
-    "prodigy": "it estimates its step size from norms over all parameters",
-    "dadaptadam": "it estimates its step size from norms over all parameters",
-    "dadaptadanip": "it estimates its step size from norms over all parameters",
-    "dadaptlion": "it estimates its step size from norms over all parameters",
-    "dadaptsgd": "it estimates its step size from norms over all parameters",
-}
-REFUSED: dict[str, str] = {
-    "lbfgs": "it takes inner products over all parameters and evaluates the loss several times a step",
-    "sparseadam": "it needs sparse gradients, and flat units have dense ones",
-    "lomo": "it updates parameters inside backward, before gradients are reduced",
-    "adalomo": "it updates parameters inside backward, before gradients are reduced",
-}
-_QUANTIZED = "it quantizes its state in blocks of a whole parameter"
-_QUANTIZED_SUFFIXES = ("8bit", "4bit", "fp8")
 
 
 def needs_whole_tensors(
@@ -131,15 +67,15 @@ def needs_whole_tensors(
         UnsupportedError: The optimizer reads all parameters together, sends tensors between ranks itself, or cannot be built for the probe.
     """
     kind = type(optimizer)
-    if kind in _ELEMENTWISE:
+    if kind in ELEMENTWISE:
         return False
-    reason = refused_reason(kind) or (None if all_here else _named(kind, ALL_TENSORS))
+    reason = refused_reason(kind) or (None if all_here else named(kind, ALL_TENSORS))
     if reason is not None:
         raise _refusal(kind, reason, f"{_ALLOW_KEY}, which accelerate and transformers always set, does not change that.")
     _require_no_closure(optimizer)
-    if _named(kind, ALL_TENSORS) is not None:
+    if named(kind, ALL_TENSORS) is not None:
         return True
-    if _named(kind, WHOLE_TENSOR) is not None:
+    if named(kind, WHOLE_TENSOR) is not None:
         if not kind.__module__.startswith(("torch.optim", "hf_zero.")):
             for one, options in _distinct_groups(optimizer):
                 _refuse_collectives(one, options)
@@ -151,9 +87,8 @@ def needs_whole_tensors(
         return True
     undecided = _Undecided(kind, allow_untested, shards_only, all_here)
     answers = [_probe(one, options, undecided, all_here) for one, options in _distinct_groups(optimizer)]
-    return (
-        held or any(answers) or (any(map(is_mark, states_by_param(optimizer).values())) and not shards_only)
-    )  # a shard has parts of many parameters
+    marked = any(map(is_mark, states_by_param(optimizer).values())) and not shards_only  # a shard has parts of many parameters
+    return held or any(answers) or marked
 
 
 def require_tested(optimizer: torch.optim.Optimizer, allow_untested: bool) -> None:
@@ -163,29 +98,12 @@ def require_tested(optimizer: torch.optim.Optimizer, allow_untested: bool) -> No
         ConfigError: The class is in no table, and ``zero_allow_untested_optimizer`` is set to false in the configuration.
     """
     kind = type(optimizer)
-    known = kind in _ELEMENTWISE or any(_named(kind, table) for table in (WHOLE_TENSOR, ALL_TENSORS, REFUSED)) or whole_tensor_reason(kind)
+    known = kind in ELEMENTWISE or any(named(kind, table) for table in (WHOLE_TENSOR, ALL_TENSORS, REFUSED)) or whole_tensor_reason(kind)
     if not (allow_untested or known):
         raise ConfigError(
             f"optimizer {kind.__name__} is not known to run with ZeRO, and {_ALLOW_KEY} is false: leave the key out, and the class is "
             "tried on small tensors first, or set it to true"
         )
-
-
-def whole_tensor_reason(kind: type) -> str | None:
-    """Return the reason why a class is known to need whole tensors; None for other classes."""
-    return _named(kind, WHOLE_TENSOR) or next(
-        (_QUANTIZED for ancestor in kind.__mro__ if ancestor.__name__.lower().endswith(_QUANTIZED_SUFFIXES)), None
-    )
-
-
-def refused_reason(kind: type) -> str | None:
-    """Return the reason why a class cannot run at any stage; None for other classes."""
-    return _named(kind, REFUSED)
-
-
-def _named(kind: type, reasons: dict[str, str]) -> str | None:
-    names = (ancestor.__name__.lower() for ancestor in kind.__mro__)
-    return next((reasons[name] for name in names if name in reasons), None)
 
 
 def _refusal(kind: type, reason: str, switch: str = "") -> UnsupportedError:
@@ -298,6 +216,12 @@ def _refuse_collectives(optimizer: torch.optim.Optimizer, options: dict[str, Any
 def _probe(optimizer: torch.optim.Optimizer, options: dict[str, Any], undecided: _Undecided, all_here: bool) -> bool:
     """Compare the step of one small matrix with steps of its halves, and with the step beside another matrix, under one set of options.
 
+    Args:
+        optimizer: A clone with one group.
+        options: Options of the group.
+        undecided: Decides where the trial does not.
+        all_here: See ``needs_whole_tensors``.
+
     Returns:
         True if the halves differ from the whole, so that the optimizer needs whole tensors.
 
@@ -319,7 +243,7 @@ def _probe(optimizer: torch.optim.Optimizer, options: dict[str, Any], undecided:
         if largest == 0.0:
             return undecided(f"did not move a small matrix in {TRIAL_STEPS} steps")
         if apart and undecided.shards_only:
-            raise _refusal_of_shards(optimizer, f"keeps a tensor for each parameter in its attribute {apart!r}")
+            raise _refusal_of_shards(optimizer, f"keeps a tensor for each parameter in {apart}")
         alone = not apart and _halves_differ_by(optimizer, options, start, grads, whole) <= _PROBE_TOLERANCE * largest  # false for NaN
         if all_here and not alone:
             return True

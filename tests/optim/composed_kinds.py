@@ -162,9 +162,13 @@ def groups_of(run: Drawn, named: list[tuple[str, nn.Parameter]]) -> Any:
     if kind == "named":
         return named
     matrices, vectors = [param for param in params if param.ndim > 1], [param for param in params if param.ndim <= 1]
-    more: dict[str, Any] = {"extra key": {"scale": 0.5, "tag": "vectors"}, "rates": {"lr": RATE / 2, "beta": 0.5}}.get(kind, {})
+    more: dict[str, Any] = {
+        "extra key": {"scale": 0.5, "tag": "vectors"},
+        "rates": {"lr": RATE / 2, "beta": 0.5},
+        "rules": {"rule": "adam"},
+    }.get(kind, {})
     if run["kind"] in ("adam", "sam"):
-        more.pop("beta", None)
+        more = {key: value for key, value in more.items() if key not in ("beta", "rule")}
     return [{"params": matrices}, {"params": vectors, **more}]
 
 

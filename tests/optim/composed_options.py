@@ -35,7 +35,7 @@ OPTIONS: dict[str, list[Any]] = {
     "methods": [None, "zero_grad", "load_state_dict", "state_dict", "add_param_group", "setstate", "no super", "closure first", "returns"],
     "kind": [None, "lookahead", "lookahead apart", "several", "sam", "adam"],
     # -- the script
-    "groups": ["one", "two", "extra key", "each", "named", "rates"],
+    "groups": ["one", "two", "extra key", "each", "named", "rates", "rules"],
     "loop": [
         None, "rate", "flag", "scheduler", "add group", "freezes", "closure", "reads state", "clears state", "own step", "walks groups",
     ],
@@ -70,6 +70,12 @@ def made_valid(run: Drawn) -> Drawn:
         run["counter"] = "state int" if run["resume"] and run["kind"] != "adam" else run["counter"]
     if run["kind"] == "sam":
         run["loop"], run["api"], run["accumulation"] = None, "initialize", 1
+    if run["loop"] == "closure" or run["methods"] == "closure first":
+        run["accumulation"] = 1
+    if run["loop"] == "reads state":
+        run["attribute"], run["rule"] = None, "momentum"
+    if run["loop"] == "add group" and run["argument"] == "defaults" and run["defaults"] == "none":
+        run["defaults"] = "own"
     if run["loop"] in ("add group", "freezes") or run["skips"]:
         run["resume"] = run["resume"] and "same engine"
     if run["loop"] == "add group":
@@ -89,6 +95,8 @@ def made_valid(run: Drawn) -> Drawn:
         run["rule"] = "momentum"
     if run["loop"] == "reads state":
         run["made"] = "empty test"
+    if run["groups"] == "rules":
+        run["argument"], run["made"] = "defaults", "lazy"
     if run["made"] == "init" and run["counter"] == "state tensor" or run["methods"] == "no super":
         run["made"] = "lazy"
     if run["methods"] == "no super":

@@ -104,6 +104,9 @@ class Script:
             self.losses += losses
             self.after(step)
 
+    def clip(self) -> None:
+        """Clip gradients, where the engine does not."""
+
     def needs_closure(self) -> bool:
         return self.run["loop"] == "closure" or self.run["methods"] == "closure first"
 
@@ -111,6 +114,7 @@ class Script:
         def call() -> float:
             self.optimizer.zero_grad()
             found = self.micro_step(step, 0)
+            self.clip()
             self.losses.append(found)
             return found
 
@@ -204,9 +208,12 @@ class Plain(Script):
                 param.grad = None
         return total
 
-    def update(self, step: int) -> None:
+    def clip(self) -> None:
         if self.run["clip"]:
             torch.nn.utils.clip_grad_norm_([master for master in self.masters.values() if self.is_taken(master)], self.run["clip"])
+
+    def update(self, step: int) -> None:
+        self.clip()
         if self.needs_closure():
             self.own.step(self.closure(step))
         elif self.run["kind"] == "sam":

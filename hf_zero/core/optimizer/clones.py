@@ -85,6 +85,20 @@ def of_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.o
     return made
 
 
+def attributes_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the attributes of ``optimizer`` and of those that it holds."""
+    return [dict(vars(one)) for one in (optimizer, *nested_of(optimizer))]
+
+
+def take_attributes(optimizer: torch.optim.Optimizer, before: Sequence[dict[str, Any]], other: torch.optim.Optimizer) -> None:
+    """Set the attributes that ``other``, a clone of ``optimizer``, has changed since ``before``, which ``attributes_of`` has returned."""
+    for own, earlier, one in zip([optimizer, *nested_of(optimizer)], before, [other, *nested_of(other)], strict=True):
+        for name, value in vars(one).items():
+            is_own = name in ("param_groups", "state") or value is one.param_groups or has_optimizers(value)
+            if not is_own and value is not earlier.get(name):
+                setattr(own, name, value)
+
+
 @contextmanager
 def unchanged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Restore what steps of clones inside the ``with`` change in place in attributes and options that they share with ``optimizer``."""
@@ -166,7 +180,7 @@ def try_steps(
         first: Position of the parameter that takes the place of the original's first one in its attributes.
 
     Returns:
-        The other optimizer, its parameters, and the name of an attribute in which it kept a tensor of the first one's shape ("": none).
+        The other optimizer, its parameters, and the attribute or state in which it kept a tensor of the first one's shape ("": none).
 
     Raises:
         CollectiveError: The optimizer's step communicates.
@@ -193,7 +207,13 @@ def try_steps(
 
 
 def _kept_apart(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> str:
-    """Return the name of an attribute in which the optimizer keeps a tensor of the shape of its first parameter; "" for none."""
+    """Return the place, outside of ``state[param]``, where the optimizer keeps a tensor of the shape of its first parameter: an attribute
+    or a container among the states; "" for none.
+    """
+    for name, value in dict(optimizer.state.get(params[0], ())).items():
+        leaves = tree_leaves(value) if not isinstance(value, Tensor) else ()
+        if any(isinstance(leaf, Tensor) and leaf.shape == params[0].shape for leaf in leaves):
+            return f"state[param][{name!r}]"
     own = {id(param) for param in params}
     for one in (optimizer, *nested_of(optimizer)):
         for name, value in vars(one).items():

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.core.optimizer.clones import clone, is_mark
+from hf_zero.core.optimizer.clones import attributes_of, clone, is_mark, take_attributes
 from hf_zero.core.optimizer.common_states import common_states, set_common_states, states_by_param
-from hf_zero.core.optimizer.held_params import has_optimizers, nested_of
+from hf_zero.core.optimizer.held_params import nested_of
 from hf_zero.core.optimizer.master_parts import new_part
 from hf_zero.core.optimizer.nested import require_state
 from hf_zero.core.optimizer.step_values import ChangedInPlace
@@ -257,10 +257,9 @@ class SubGroupStepper:
         self._accumulation_dtype = accumulation_dtype
         self.threads = threads or torch.get_num_threads()
         self.values = [_values(group) for group in optimizer.param_groups]
-        self._all = [optimizer, *nested_of(optimizer)]
-        self._attributes = [dict(vars(one)) for one in self._all]
+        self._attributes = attributes_of(optimizer)
         self._common = deepcopy(common_states(optimizer))
-        self._in_place = None if isinstance(optimizer, HostOptimizer) else ChangedInPlace(self._all)
+        self._in_place = None if isinstance(optimizer, HostOptimizer) else ChangedInPlace([optimizer, *nested_of(optimizer)])
         self._after: torch.optim.Optimizer | None = None  # the clone that stepped last
 
     @torch.no_grad()
@@ -315,11 +314,7 @@ class SubGroupStepper:
             return
         for group, before, after in zip(self.optimizer.param_groups, self.values, self._after.param_groups, strict=False):
             group.update({key: value for key, value in _values(after).items() if value is not before.get(key)})
-        for own, before, other in zip(self._all, self._attributes, [self._after, *nested_of(self._after)], strict=True):
-            for name, value in vars(other).items():
-                is_own = name in ("param_groups", "state") or value is other.param_groups or has_optimizers(value)
-                if not is_own and value is not before.get(name):
-                    setattr(own, name, value)
+        take_attributes(self.optimizer, self._attributes, self._after)
 
 
 def update_with_lows(
