@@ -18,20 +18,20 @@ from tests.support import ranks
 
 
 class Falling(torch.optim.Optimizer):
-    """A rate that falls with a count in an attribute, which ``state_dict`` has."""
+    """A rate, by another name than lr, that falls with a count in an attribute, which ``state_dict`` has."""
 
     def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.3})
-        self.count, self.helper = 0, {"seen": 0}
+        super().__init__(params, {"rate": 0.3})
+        self.count, self.helper, self.groups = 0, {"seen": 0}, self.param_groups
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.count += 1
         self.helper["seen"] += 1
-        for group in self.param_groups:
+        for group in self.groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    param.sub_(param.grad, alpha=group["lr"] / (self.count + self.helper["seen"]))
+                    param.sub_(param.grad, alpha=group["rate"] / (self.count + self.helper["seen"]))
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "count": self.count, "helper": self.helper}

@@ -54,8 +54,9 @@ def clone(
         for own in item.param_groups:
             if id(own) in others:
                 yield others[id(own)]
-            elif group := next((of_params[id(param)] for param in own["params"] if id(param) in of_params), None):
-                yield {**options_of(own), "params": group["params"]}  # see [Note: parameters in attributes]
+            else:  # see [Note: parameters in attributes]
+                group = next((of_params[id(param)] for param in own["params"] if id(param) in of_params), None)
+                yield {**options_of(own), "params": group["params"] if group else []}
 
     def cloned(item: Any) -> Any:
         if isinstance(item, torch.optim.Optimizer):
@@ -94,7 +95,7 @@ def take_attributes(optimizer: torch.optim.Optimizer, before: Sequence[dict[str,
     """Set the attributes that ``other``, a clone of ``optimizer``, has changed since ``before``, which ``attributes_of`` has returned."""
     for own, earlier, one in zip([optimizer, *nested_of(optimizer)], before, [other, *nested_of(other)], strict=True):
         for name, value in vars(one).items():
-            is_own = name in ("param_groups", "state") or value is one.param_groups or has_optimizers(value)
+            is_own = name == "state" or earlier.get(name) is earlier["param_groups"] or has_optimizers(value)
             if not is_own and value is not earlier.get(name):
                 setattr(own, name, value)
 

@@ -26,8 +26,10 @@ from hf_zero.ops.host_optimizers import HostOptimizer
 
 
 def learning_rates(groups: Iterable[dict[str, Any]]) -> list[float]:
-    """Return the learning rate of each param group; nan if the optimizer sets it itself (Adafactor with ``relative_step``)."""
-    return [math.nan if group["lr"] is None else float(group["lr"]) for group in groups]
+    """Return the learning rate of each param group; nan if the optimizer sets it itself (Adafactor with ``relative_step``), or names it
+    otherwise.
+    """
+    return [math.nan if group.get("lr") is None else float(group["lr"]) for group in groups]
 
 
 def group_of_params(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[int, int]:
@@ -211,6 +213,15 @@ def master_of(unit: Unit) -> torch.Tensor:
     return unit.master
 
 
+def part_states(state: Mapping[str, Any], values: torch.Tensor) -> None:
+    """Give states that a step has put into the memory of ``values``, the former memory of their parameter, memory of their own: the
+    parameter returns there (``state["x"], param.data = param.data, state["x"]``).
+    """
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.numel() and value.data_ptr() == values.data_ptr():
+            state[name] = value.clone()  # type: ignore[index]
+
+
 @contextmanager
 def stepped(segments: Sequence[OwnedSegment]) -> Iterator[None]:
     """Let an optimizer step over ``segments`` inside the ``with``, as over parameters: they require gradients there, and values that it
@@ -228,6 +239,7 @@ def stepped(segments: Sequence[OwnedSegment]) -> Iterator[None]:
             for segment, values in zip(segments, held, strict=True):
                 tensor = segment.tensor.requires_grad_(False)
                 if tensor.data_ptr() != values.data_ptr():
+                    part_states(segment.state, values)
                     values.copy_(tensor.data)
                     tensor.data = values
 

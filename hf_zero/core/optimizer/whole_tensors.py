@@ -19,7 +19,7 @@ from hf_zero.core.optimizer.master_parts import memory_of, set_memory
 from hf_zero.core.optimizer.nested import set_state
 from hf_zero.core.optimizer.owners import Spread, TensorMoves, assign_owners, spread_of, spread_of_experts
 from hf_zero.core.optimizer.param_states import OwnerStates, WholeParam
-from hf_zero.core.optimizer.segments import OwnedSegment, master_of
+from hf_zero.core.optimizer.segments import OwnedSegment, master_of, part_states
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.optimizer.state_store import StateStore, scale_
 from hf_zero.core.units.layout import ParamSlot
@@ -64,6 +64,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
         self._exchanges: list[TensorMoves] = []
         self.whole: list[WholeParam] = []
         self._by_name: dict[str, WholeParam] = {}
+        self._given: dict[str, torch.Tensor] = {}  # values of parameters when a step begins
         self._resting: set[str] = set()  # names of parameters that are frozen at present
         self._take_over(inner, units)
         marks = states_by_param(inner)
@@ -184,6 +185,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
             for name in masters:
                 param = self._by_name[name].param
                 set_memory(param, masters[name])
+                self._given[name] = masters[name]
                 param.grad = gradients[name].to(masters[name].device, masters[name].dtype) if name not in self._resting else None
 
     def _scatter(self, updated: Callable[[Unit], None]) -> None:
@@ -200,7 +202,9 @@ class WholeTensorOptimizer(ShardedOptimizer):
             tensors = {}
             for entry in move.own:
                 param = self._by_name[entry.slot.name].param
-                tensors[entry.slot.name] = memory_of(param)
+                tensors[entry.slot.name], given = memory_of(param), self._given.pop(entry.slot.name)
+                if given.data_ptr() != tensors[entry.slot.name].data_ptr():
+                    part_states(self._by_name[entry.slot.name].state, given)
                 set_memory(param, _rest(move.unit, entry.slot))
                 param.grad = None
             under_way.append((move.unit, move.scatter(tensors, master_of(move.unit), "masters from owners")))
