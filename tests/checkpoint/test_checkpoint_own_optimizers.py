@@ -96,6 +96,30 @@ def test_runs_go_on(tmp_path: Path, name: str, stage: int) -> None:
     ranks.run_ranks(_trains_on, 2, str(tmp_path), name, stage, 4)
 
 
+def _unfreezes(folder: str, stage: int) -> None:
+    """Train a parameter whose neighbours in the frozen unit stay frozen, save, train on, load."""
+    model, config = _model(), {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}}
+    model[2].requires_grad_(False)
+    engine: Any = hf_zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), config=config)[0]
+    for step in range(4):
+        if step == 1:
+            model[2].weight.requires_grad_(True)
+        if step == 3:
+            engine.save_checkpoint(folder)
+            kept = hf_zero.utils.safe_get_full_fp32_param(model[2].weight)
+        engine.backward(_loss(engine, step, ranks.rank()))
+        engine.step()
+    engine.load_checkpoint(folder)
+    assert torch.equal(hf_zero.utils.safe_get_full_fp32_param(model[2].weight), kept)
+    assert not torch.equal(kept, _model()[2].weight)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_part_of_a_frozen_unit_that_was_trained_later_loads(tmp_path: Path, stage: int) -> None:
+    ranks.run_ranks(_unfreezes, 2, str(tmp_path), stage)
+
+
 def test_entries_that_cannot_be_saved_are_named() -> None:
     optimizer = Falling(nn.Linear(2, 2).parameters())
     optimizer.helper["large"] = torch.zeros(3)

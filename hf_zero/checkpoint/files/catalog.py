@@ -9,7 +9,7 @@ from hf_zero.checkpoint.files.rows import Row
 from hf_zero.checkpoint.files.tensor_reader import Copy
 from hf_zero.checkpoint.format.index import Index
 from hf_zero.checkpoint.format.names import MASTER, shard_file
-from hf_zero.checkpoint.format.records import UnitRecord
+from hf_zero.checkpoint.format.records import UnitRecord, present_params
 from hf_zero.checkpoint.format.tp_shards import SavedTpShard
 from hf_zero.core.units.layout import Range
 from hf_zero.errors import CheckpointError
@@ -76,9 +76,8 @@ class Catalog:
         self._params: dict[str, Located] = {}
         for loose in index.loose:
             self._add(loose.name, -1, Part(loose.tp_shard, None, 0, loose.file))
-        for unit in index.units:
-            for param in unit.params:
-                self._add(param.name, param.group, Part(param.tp_shard, unit, param.offset))
+        for unit, param in present_params(index.units):
+            self._add(param.name, param.group, Part(param.tp_shard, unit, param.offset))
 
     def _add(self, name: str, group: int, part: Part) -> None:
         known = self._params.get(name)
