@@ -152,6 +152,48 @@ class OwnAdam(torch.optim.AdamW):
         return loss
 
 
+_ADAM = {"lr": RATE, "eps": 0.1}
+TORCH: dict[str, dict[str, Any]] = {
+    "AdamW foreach": {**_ADAM, "foreach": True},
+    "AdamW amsgrad": {**_ADAM, "amsgrad": True},
+    "AdamW maximize": {**_ADAM, "lr": 1e-3, "maximize": True},
+    "AdamW tensor": {"eps": 0.1},
+    "AdamW fused": {**_ADAM, "fused": True},
+    "Adam decoupled": {**_ADAM, "decoupled_weight_decay": True, "weight_decay": 0.1},
+    "Adam differentiable": {**_ADAM, "foreach": False, "weight_decay": 0.1},
+    "Adam decay": {**_ADAM, "weight_decay": 0.1, "betas": (0.5, 0.7)},
+    "SGD nesterov": {"lr": RATE, "momentum": 0.8, "nesterov": True},
+    "SGD dampening": {"lr": RATE, "momentum": 0.8, "dampening": 0.5, "weight_decay": 0.1},
+    "SGD plain": {"lr": RATE},
+    "SGD fused": {"lr": RATE, "momentum": 0.8, "fused": True},
+    "RMSprop centered": {"lr": RATE / 10, "centered": True, "momentum": 0.5, "eps": 0.1},
+    "Adagrad": {"lr": RATE, "initial_accumulator_value": 0.1, "lr_decay": 0.1},
+    "Adadelta": {"lr": RATE, "eps": 0.1},
+    "Adamax": {**_ADAM},
+    "NAdam": {**_ADAM},
+    "NAdam decoupled": {**_ADAM, "weight_decay": 0.1, "decoupled_weight_decay": True},
+    "RAdam": {**_ADAM},
+    "ASGD": {"lr": RATE, "t0": 2, "lambd": 0.1},
+    "Rprop": {"lr": 1e-3},
+    "Adafactor": {"lr": RATE / 5},
+    "Muon": {"lr": RATE},
+}
+
+
+def _of_torch(run: Drawn, named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    name = run["torch"]
+    options = {**TORCH[name], **({"lr": torch.tensor(RATE)} if name == "AdamW tensor" else {})}
+    if name == "Muon":
+        return torch.optim.Muon([param for _, param in named if param.ndim == 2], **options)
+    groups = groups_of(run, named)
+    for group in groups if isinstance(groups, list) and isinstance(groups[0], dict) else ():
+        group.pop("beta", None)
+        if isinstance(options["lr"], torch.Tensor):
+            group.pop("lr", None)
+    made: torch.optim.Optimizer = getattr(torch.optim, name.split()[0])(groups, **options)
+    return made
+
+
 def groups_of(run: Drawn, named: list[tuple[str, nn.Parameter]]) -> Any:
     """Return the first argument of the optimizer."""
     kind, params = run["groups"], [param for _, param in named]
@@ -178,6 +220,8 @@ def make(run: Drawn, named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optim
     kind = run["kind"]
     if kind == "sam":
         return Sam(groups_of(run, named), torch.optim.SGD, lr=RATE, momentum=0.5)
+    if kind == "torch":
+        return _of_torch(run, named)
     if kind == "adam":
         return OwnAdam(groups_of(run, named), factor=1.0)
     if kind == "several":

@@ -33,11 +33,17 @@ OPTIONS: dict[str, list[Any]] = {
     "argument": ["defaults", "attribute", "class"],
     "defaults": ["own", "keys", "none"],
     "methods": [None, "zero_grad", "load_state_dict", "state_dict", "add_param_group", "setstate", "no super", "closure first", "returns"],
-    "kind": [None, "lookahead", "lookahead apart", "several", "sam", "adam"],
+    "kind": [None, "lookahead", "lookahead apart", "several", "sam", "adam", "torch"],
+    "torch": [
+        "AdamW foreach", "AdamW amsgrad", "AdamW maximize", "AdamW tensor", "AdamW fused", "Adam decoupled", "Adam differentiable",
+        "Adam decay", "SGD nesterov", "SGD dampening", "SGD plain", "SGD fused", "RMSprop centered", "Adagrad", "Adadelta", "Adamax",
+        "NAdam", "NAdam decoupled", "RAdam", "ASGD", "Rprop", "Adafactor", "Muon",
+    ],
     # -- the script
     "groups": ["one", "two", "extra key", "each", "named", "rates", "rules"],
     "loop": [
         None, "rate", "flag", "scheduler", "add group", "freezes", "closure", "reads state", "clears state", "own step", "walks groups",
+        "resets", "appends",
     ],
     "skips": [None, "some", "first"],
     "resume": [None, "new engine", "same engine", "state_dict"],
@@ -52,7 +58,8 @@ def draw(random_: random.Random) -> Drawn:
     run["precision"] = random_.choice(["fp32", "fp32", "bf16"])
     run["offload"] = random_.choice([None, None, "cpu", "small sub-groups"])
     run["api"] = random_.choice(["initialize", "initialize", "accelerate"])
-    for name in random_.sample(sorted(set(run) - {*ALWAYS, "rule"}), random_.randint(2, 7)):
+    run["torch"] = random_.choice(OPTIONS["torch"])
+    for name in random_.sample(sorted(set(run) - {*ALWAYS, "rule", "torch"}), random_.randint(2, 7)):
         run[name] = random_.choice(OPTIONS[name][1:])
     return made_valid(run)
 
@@ -62,22 +69,32 @@ def made_valid(run: Drawn) -> Drawn:
     run = dict(run)
     if run["stage"] == 0:
         run["offload"] = None
-    if run["kind"] == "adam":
+    if run["kind"] in ("adam", "torch"):
         run |= {name: OPTIONS[name][0] for name in ("rule", "write", "grad", "decay", "made", "more state", "argument", "defaults")}
         run["counter"] = "none"
+    run["torch"] = run["torch"] if run["kind"] == "torch" else OPTIONS["torch"][0]
+    if run["torch"] == "Muon":
+        run["loop"] = None if run["loop"] == "add group" else run["loop"]
+    if run["kind"] == "torch" and run["groups"] in ("extra key", "rules"):
+        run["groups"] = "two"
     if run["kind"]:
         run["methods"], run["attribute"] = None, None
-        run["counter"] = "state int" if run["resume"] and run["kind"] != "adam" else run["counter"]
+        run["counter"] = "state int" if run["resume"] and run["kind"] not in ("adam", "torch") else run["counter"]
     if run["kind"] == "sam":
         run["loop"], run["api"], run["accumulation"] = None, "initialize", 1
+    if run["loop"] in ("resets", "appends"):
+        run["attribute"] = None if run["attribute"] == "groups" else run["attribute"]
+        run["resume"] = None
     if run["loop"] == "closure" or run["methods"] == "closure first":
         run["accumulation"] = 1
     if run["loop"] == "reads state":
         run["attribute"], run["rule"] = None, "momentum"
-    if run["loop"] == "add group" and run["argument"] == "defaults" and run["defaults"] == "none":
+    if run["loop"] == "add group" and run["defaults"] == "none":
         run["defaults"] = "own"
     if run["loop"] in ("add group", "freezes") or run["skips"]:
         run["resume"] = run["resume"] and "same engine"
+    if run["loop"] == "add group" and run["attribute"] in ("by id", "by param", "names"):
+        run["attribute"] = None  # the table lacks what is added
     if run["loop"] == "add group":
         run["groups"] = "one" if run["groups"] in ("each", "named") else run["groups"]
     if run["methods"] in ("add_param_group", "no super"):
@@ -102,6 +119,7 @@ def made_valid(run: Drawn) -> Drawn:
     if run["methods"] == "no super":
         run["groups"] = "one" if run["groups"] == "named" else run["groups"]
         run["resume"] = None  # torch's own state_dict fails
+        run["loop"] = None if run["loop"] == "resets" else run["loop"]
     if run["rule"] in ("global", "mean") or run["attribute"] == "numel":
         run["api"] = "initialize"  # the key that Accelerate sets allows them
         run["stage"], run["offload"] = 0 if run["stage"] < 3 else 3, None

@@ -129,6 +129,13 @@ class Script:
             self.optimizer.add_param_group({"params": [param for _, param in self.later()], "lr": RATE / 2})
         if kind == "clears state":
             self.own.state.clear()
+        if kind == "appends":
+            self.own.param_groups[0]["scale"] = 0.5
+            self.own.param_groups[0]["note"] = "changed"
+        if self.run["loop"] == "resets" and step == 1:
+            self.kept = copy.deepcopy(self.own.state_dict())
+        if self.run["loop"] == "resets" and step == 3:
+            self.own.load_state_dict(self.kept)
 
     def later(self) -> list[tuple[str, nn.Parameter]]:
         return named_of(self.run, self.model, True)
