@@ -231,6 +231,33 @@ FAULTS: tuple[Fault, ...] = (
         ),
     ),
     *_in(
+        "core/optimizer/held_params.py",
+        (
+            "ids of parameters stay in tables",
+            "if type(item) is int and item in self._others:",
+            "if False:",
+            ("tests/optim/test_held_params.py",),
+        ),
+    ),
+    *_in(
+        "core/optimizer/clones.py",
+        (
+            "arguments of a constructor have their defaults in trials",
+            "        if states_by_param(optimizer):\n            built = build_anew",
+            "        if True:\n            built = build_anew",
+            ("tests/optim/test_optim_elementwise.py",),
+        ),
+    ),
+    *_in(
+        "core/optimizer/segments.py",
+        (
+            "a state loses the memory that it took",
+            "                    part_states(segment.state, values)\n",
+            "",
+            ("tests/optim/test_optim_attributes.py",),
+        ),
+    ),
+    *_in(
         "core/schedule/watched_outputs.py",
         (
             "hooks below a forward keep it",
@@ -508,6 +535,15 @@ FAULTS: tuple[Fault, ...] = (
             "if shape != tuple(buffer.shape):",
             "if False:",
             ("tests/checkpoint/test_checkpoint_buffers.py",),
+        ),
+    ),
+    *_in(
+        "checkpoint/format/records.py",
+        (
+            "a parameter counts in its former unit too",
+            "if unit.kind == MASTER or (unit.tensor_rank, param.name) not in trained)",
+            "if True)",
+            ("tests/checkpoint/test_checkpoint_own_optimizers.py",),
         ),
     ),
     *_in(

@@ -202,7 +202,7 @@ class _Values:
                     for name, module in state.modules_with_extra_state()
                 },
                 "groups": optimizer_state.group_records(optimizer, self.encoder) if optimizer is not None else (),
-                "common": optimizer_state.common_record(optimizer) if optimizer is not None else {},
+                "common": optimizer_state.common_record(optimizer, self.encoder) if optimizer is not None else {},
             }
         return digest
 

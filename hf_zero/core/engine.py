@@ -87,7 +87,7 @@ class Engine(nn.Module):
             self.runtime.backward.on_broken_off = WeakMethod(self._broke_off)
             self.runtime.on_zero_grad, self.runtime.on_forward = WeakMethod(self._clear), partial(parts.optimizer.own.parts.take, True)
             self.runtime.on_clip, self.runtime.updated = partial(clip_waiting, ref(self)), WeakMethod(parts.optimizer.group_of_tensors)
-            parts.optimizer.connect(self.step, self.zero_grad)
+            parts.optimizer.connect(self.step, self.zero_grad, partial(getattr, self.accumulation, "in_window"))
             if parts.stepper is not None:
                 trained = parts.stepper.trained
                 trained.on_joined, self.runtime.joining = WeakMethod(self.joined), WeakMethod(trained.joining)

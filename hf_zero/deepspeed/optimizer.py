@@ -161,7 +161,8 @@ def set_masters(optimizer: DeepSpeedOptimizer, masters: Sequence[torch.Tensor]) 
     if trained and any(not torch.equal(cast(Any, unit.master), master) for unit, master in zip(units, masters, strict=True)):
         warn_once(
             "optimizer.load_state_dict: the state holds fp32 masters, as DeepSpeed's does, so the model has the weights of the moment at "
-            "which the state was taken. To reset the optimizer alone, assign engine.optimizer.state = collections.defaultdict(dict), or "
+            "which the state was taken. To reset the optimizer alone, use state_dict and load_state_dict of the object given to "
+            "initialize() (engine.optimizer.inner), assign engine.optimizer.state = collections.defaultdict(dict), or "
             f"remove {SINGLE_PARTITION_OF_FP32_GROUPS!r} (at stage 3 {FP32_FLAT_GROUPS!r}) from the state"
         )
     for unit, master in zip(units, masters, strict=True):

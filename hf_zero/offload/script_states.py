@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+from hf_zero.core.optimizer.script_states import NamedStates
 from hf_zero.offload.updates import in_update_thread
 
 
-class WaitingStates(defaultdict[Any, Any]):
+class WaitingStates(NamedStates):
     """``optimizer.state`` of an engine whose offloaded updates continue after ``step``; the engine itself uses ``dict``'s methods.
 
     Attributes:
@@ -58,7 +58,3 @@ class WaitingStates(defaultdict[Any, Any]):
         """Remove all states."""
         self._wait()
         super().clear()
-
-    def __reduce__(self) -> Any:
-        """Return a recipe for a plain ``defaultdict``: a copy has no engine."""
-        return defaultdict, (self.default_factory,), None, None, iter(self.items())

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hf_zero.core.optimizer.nested import set_state
+from hf_zero.core.optimizer.script_states import NamedStates
 from hf_zero.core.optimizer.segments import OwnedSegment, Segments, SubGroupStepper, master_of
 from hf_zero.core.optimizer.state_store import StateStore, cast_runs, scale_
 from hf_zero.core.units.layout import Range, UnitState
@@ -97,7 +98,7 @@ class OffloadedStateStore(StateStore):
     def _watch_states(self) -> None:
         """Let a script's looks at ``optimizer.state`` wait for updates that continue after a step."""
         state: Any = self.inner.state
-        if self.policy.forward and type(state) is defaultdict:
+        if self.policy.forward and type(state) in (defaultdict, NamedStates):
             set_state(self.inner, WaitingStates(state.default_factory, state))
             self.inner.state.settle = self.settle  # type: ignore[attr-defined]
 

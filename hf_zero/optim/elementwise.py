@@ -8,6 +8,7 @@ together needs them on one rank, as at stage 0; elsewhere it is refused.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,85 +22,23 @@ from hf_zero.core.optimizer.clones import (
     CollectiveError,
     attributes_read,
     is_mark,
+    of_group,
     options_of,
     plain_attributes,
     trial_data,
     try_steps,
 )
 from hf_zero.core.optimizer.common_states import states_by_param
+from hf_zero.core.optimizer.held_params import held_in, single_in
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.observe import warn_once
-from hf_zero.ops import HostAdagrad, HostAdam, HostLion, HostSGD
-from hf_zero.optim.lion import Lion
-from hf_zero.optim.onebit_adam import OneBitAdam
-from hf_zero.optim.uncorrected_adam import UncorrectedAdam
+from hf_zero.optim.known_classes import ALL_TENSORS, ELEMENTWISE, REFUSED, WHOLE_TENSOR, named, refused_reason, whole_tensor_reason
 
 _ALLOW_KEY = "zero_allow_untested_optimizer"
 # Relative to the largest update. Element-wise kernels differ by rounding only (1e-6 for those that compute in fp32);
 # norms and factored moments of halves differ by tens of percent.
 _PROBE_TOLERANCE = 1e-4
 _RARE_SHAPES = ((160, 192), (4, 3, 3, 3))
-
-_ELEMENTWISE: frozenset[type] = frozenset(
-    {
-        torch.optim.Adadelta,
-        torch.optim.Adagrad,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.Adamax,
-        torch.optim.ASGD,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.SGD,
-        HostAdagrad,
-        HostAdam,
-        HostLion,
-        HostSGD,
-        Lion,
-        OneBitAdam,
-        UncorrectedAdam,
-    }
-)
-
-# Lower-case class name -> why. Names rather than classes, so that no third-party library is imported to recognise a class.
-WHOLE_TENSOR: dict[str, str] = {
-    "adafactor": "it factors the second moment into rows and columns of whole matrices",
-    "came": "it factors the second moment into rows and columns of whole matrices",
-    "distributedshampoo": "it preconditions whole matrices",
-    "shampoo": "it preconditions whole matrices",
-    "soap": "it preconditions whole matrices",
-    "muon": "it orthogonalises whole matrices",
-    "muonwithauxadam": "it orthogonalises whole matrices",
-    "lamb": "it scales each update by the norms of the whole parameter",
-    "fusedlamb": "it scales each update by the norms of the whole parameter",
-    "lars": "it scales each update by the norms of the whole parameter",
-    "fusednovograd": "it keeps one second moment per whole parameter",
-    "novograd": "it keeps one second moment per whole parameter",
-    "adamp": "it projects updates by the directions of whole rows and parameters",
-    "sgdp": "it projects updates by the directions of whole rows and parameters",
-    "adam_mini": "it keeps one second moment per block of a whole parameter",
-    "adammini": "it keeps one second moment per block of a whole parameter",
-    "galoreadamw": "it projects whole gradient matrices",
-    "galoreadafactor": "it projects whole gradient matrices",
-    "apolloadamw": "it projects whole gradient matrices",
-}
-ALL_TENSORS: dict[str, str] = {
-    "prodigy": "it estimates its step size from norms over all parameters",
-    "dadaptadam": "it estimates its step size from norms over all parameters",
-    "dadaptadanip": "it estimates its step size from norms over all parameters",
-    "dadaptlion": "it estimates its step size from norms over all parameters",
-    "dadaptsgd": "it estimates its step size from norms over all parameters",
-}
-REFUSED: dict[str, str] = {
-    "lbfgs": "it takes inner products over all parameters and evaluates the loss several times a step",
-    "sparseadam": "it needs sparse gradients, and flat units have dense ones",
-    "lomo": "it updates parameters inside backward, before gradients are reduced",
-    "adalomo": "it updates parameters inside backward, before gradients are reduced",
-}
-_QUANTIZED = "it quantizes its state in blocks of a whole parameter"
-_QUANTIZED_SUFFIXES = ("8bit", "4bit", "fp8")
 
 
 def needs_whole_tensors(
@@ -108,7 +47,7 @@ def needs_whole_tensors(
     """Return whether the update of an element depends on other elements of its parameter, but on nothing outside the parameter.
 
     Classes known to be element-wise, or known not to be, are recognised by exact class or by name. Every other class, subclasses of known
-    ones included, is probed. The class is built with this optimizer's hyper-parameters in three ways: over a small matrix, over the two
+    ones included, is probed. A clone of this optimizer is made in three ways: over a small matrix, over the two
     halves of the flattened matrix as two instances, and over the matrix beside another one. Each is stepped three times with the same
     gradients, and tensor and halves with rare kinds of gradients and shapes too. The optimizer itself and the global random state stay
     untouched.
@@ -128,27 +67,28 @@ def needs_whole_tensors(
         UnsupportedError: The optimizer reads all parameters together, sends tensors between ranks itself, or cannot be built for the probe.
     """
     kind = type(optimizer)
-    if kind in _ELEMENTWISE:
+    if kind in ELEMENTWISE:
         return False
-    reason = refused_reason(kind) or (None if all_here else _named(kind, ALL_TENSORS))
+    reason = refused_reason(kind) or (None if all_here else named(kind, ALL_TENSORS))
     if reason is not None:
         raise _refusal(kind, reason, f"{_ALLOW_KEY}, which accelerate and transformers always set, does not change that.")
-    if _named(kind, ALL_TENSORS) is not None:
+    _require_no_closure(optimizer)
+    if named(kind, ALL_TENSORS) is not None:
         return True
-    if _named(kind, WHOLE_TENSOR) is not None:
+    if named(kind, WHOLE_TENSOR) is not None:
         if not kind.__module__.startswith(("torch.optim", "hf_zero.")):
-            for group in _distinct_groups(optimizer):
-                _refuse_collectives(optimizer, group)
+            for one, options in _distinct_groups(optimizer):
+                _refuse_collectives(one, options)
         return True
     if whole_tensor_reason(kind) is not None or getattr(getattr(optimizer, "args", None), "optim_bits", 32) < 32:
         return True  # bitsandbytes keeps small tensors, such as a probe's, in 32 bits
+    held = _holds_parameters(optimizer, all_here, shards_only)
     if _reads_attributes(optimizer, shards_only):
         return True
-    undecided = _Undecided(kind, allow_untested, shards_only)
-    answers = [_probe(optimizer, group, undecided, all_here) for group in _distinct_groups(optimizer)]
-    return any(answers) or (
-        any(map(is_mark, states_by_param(optimizer).values())) and not shards_only
-    )  # a shard has parts of many parameters
+    undecided = _Undecided(kind, allow_untested, shards_only, all_here)
+    answers = [_probe(one, options, undecided, all_here) for one, options in _distinct_groups(optimizer)]
+    marked = any(map(is_mark, states_by_param(optimizer).values())) and not shards_only  # a shard has parts of many parameters
+    return held or any(answers) or marked
 
 
 def require_tested(optimizer: torch.optim.Optimizer, allow_untested: bool) -> None:
@@ -158,29 +98,12 @@ def require_tested(optimizer: torch.optim.Optimizer, allow_untested: bool) -> No
         ConfigError: The class is in no table, and ``zero_allow_untested_optimizer`` is set to false in the configuration.
     """
     kind = type(optimizer)
-    known = kind in _ELEMENTWISE or any(_named(kind, table) for table in (WHOLE_TENSOR, ALL_TENSORS, REFUSED)) or whole_tensor_reason(kind)
+    known = kind in ELEMENTWISE or any(named(kind, table) for table in (WHOLE_TENSOR, ALL_TENSORS, REFUSED)) or whole_tensor_reason(kind)
     if not (allow_untested or known):
         raise ConfigError(
             f"optimizer {kind.__name__} is not known to run with ZeRO, and {_ALLOW_KEY} is false: leave the key out, and the class is "
             "tried on small tensors first, or set it to true"
         )
-
-
-def whole_tensor_reason(kind: type) -> str | None:
-    """Return the reason why a class is known to need whole tensors; None for other classes."""
-    return _named(kind, WHOLE_TENSOR) or next(
-        (_QUANTIZED for ancestor in kind.__mro__ if ancestor.__name__.lower().endswith(_QUANTIZED_SUFFIXES)), None
-    )
-
-
-def refused_reason(kind: type) -> str | None:
-    """Return the reason why a class cannot run at any stage; None for other classes."""
-    return _named(kind, REFUSED)
-
-
-def _named(kind: type, reasons: dict[str, str]) -> str | None:
-    names = (ancestor.__name__.lower() for ancestor in kind.__mro__)
-    return next((reasons[name] for name in names if name in reasons), None)
 
 
 def _refusal(kind: type, reason: str, switch: str = "") -> UnsupportedError:
@@ -193,16 +116,18 @@ def _refusal(kind: type, reason: str, switch: str = "") -> UnsupportedError:
     )
 
 
-def _distinct_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the distinct options of the groups, without parameters: options can switch the algorithm (GaLore's do)."""
-    distinct: dict[str, dict[str, Any]] = {}
+def _distinct_groups(optimizer: torch.optim.Optimizer) -> list[tuple[torch.optim.Optimizer, dict[str, Any]]]:
+    """Return, for each distinct set of options of the groups, a clone with one such group, and the options: they can switch the algorithm
+    (GaLore's do).
+    """
+    distinct: dict[str, tuple[torch.optim.Optimizer, dict[str, Any]]] = {}
     for group in optimizer.param_groups:
         options = options_of(group)
         # The rate does not change the algorithm, but a rate of 0 (at the start of a warm-up) would make every probe pass.
         for key in ("lr", "initial_lr"):
             if isinstance(options.get(key), (int, float, Tensor)) and float(options[key]) == 0.0:
                 options[key] = 1e-2
-        distinct.setdefault(repr(sorted(options.items(), key=lambda item: item[0])), options)
+        distinct.setdefault(repr(sorted(options.items(), key=lambda item: item[0])), (of_group(optimizer, group), options))
     return list(distinct.values())
 
 
@@ -216,7 +141,7 @@ def _reads_attributes(optimizer: torch.optim.Optimizer, shards_only: bool) -> bo
     if not named:
         return False
     with _trial(type(optimizer)):
-        read = [attributes_read(optimizer, options) for options in _distinct_groups(optimizer)]
+        read = [attributes_read(one, options) for one, options in _distinct_groups(optimizer)]
     found = sorted(named.intersection(frozenset[str]().union(*read)))
     if found and shards_only:
         raise UnsupportedError(
@@ -224,6 +149,47 @@ def _reads_attributes(optimizer: torch.optim.Optimizer, shards_only: bool) -> bo
             "several parameters here (tensor parallelism, states in files): give the value as an option of a param group"
         )
     return bool(found)
+
+
+def _require_no_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if ``step`` cannot be called without arguments.
+
+    Raises:
+        UnsupportedError: It has a parameter without a default.
+    """
+    with suppress(ValueError, TypeError):  # no signature
+        own = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+        needed = [arg.name for arg in own if arg.default is arg.empty and arg.kind in (arg.POSITIONAL_ONLY, arg.POSITIONAL_OR_KEYWORD)]
+        if not needed:
+            return
+        raise UnsupportedError(
+            f"{type(optimizer).__name__}.step() requires {needed[0]!r}, but the engine calls it without arguments, after the loss was "
+            f"computed: give {needed[0]} the default None. engine.optimizer.step(closure) calls a closure once before the update"
+        )
+
+
+def _refusal_of_shards(optimizer: torch.optim.Optimizer, held: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"optimizer {type(optimizer).__name__} {held}, but the engine updates flat shards of several parameters here (tensor parallelism, "
+        "states in files): let it use self.param_groups and self.state alone"
+    )
+
+
+def _holds_parameters(optimizer: torch.optim.Optimizer, all_here: bool, shards_only: bool) -> bool:
+    """Return whether the optimizer has parameters outside of its groups, see [Note: parameters in attributes].
+
+    Raises:
+        UnsupportedError: It does, and ranks cannot have whole tensors, or cannot divide an attribute.
+    """
+    held, name = held_in(optimizer), type(optimizer).__name__
+    if held and shards_only:
+        raise _refusal_of_shards(optimizer, held)
+    if held and not all_here and (single := single_in(optimizer)):
+        raise UnsupportedError(
+            f"optimizer {name} {held}, and {single!r} is an attribute that belongs to single parameters, but each rank updates a part of "
+            "them here: keep its content in self.param_groups or in self.state[param], or use stage 0"
+        )
+    return bool(held)
 
 
 @contextmanager
@@ -250,6 +216,12 @@ def _refuse_collectives(optimizer: torch.optim.Optimizer, options: dict[str, Any
 def _probe(optimizer: torch.optim.Optimizer, options: dict[str, Any], undecided: _Undecided, all_here: bool) -> bool:
     """Compare the step of one small matrix with steps of its halves, and with the step beside another matrix, under one set of options.
 
+    Args:
+        optimizer: A clone with one group.
+        options: Options of the group.
+        undecided: Decides where the trial does not.
+        all_here: See ``needs_whole_tensors``.
+
     Returns:
         True if the halves differ from the whole, so that the optimizer needs whole tensors.
 
@@ -259,17 +231,20 @@ def _probe(optimizer: torch.optim.Optimizer, options: dict[str, Any], undecided:
     start, grads = trial_data(optimizer)
     with _trial(type(optimizer)):
         try:
-            whole = _result(optimizer, options, [start], [grads])
+            _, (param,), apart = try_steps(optimizer, options, [start], [grads])
         except Exception:  # a foreign constructor or step may raise any error, perhaps at float64
             start, grads, options = start.float(), [grad.float() for grad in grads], _large_rate(options)
             try:
-                whole = _result(optimizer, options, [start], [grads])
+                _, (param,), apart = try_steps(optimizer, options, [start], [grads])
             except Exception as error:
                 return undecided(f"could not be tried on a small matrix: {type(error).__name__}: {error}", error)
+        whole = param.detach()
         largest = (whole - start).abs().max().item()
         if largest == 0.0:
             return undecided(f"did not move a small matrix in {TRIAL_STEPS} steps")
-        alone = _halves_differ_by(optimizer, options, start, grads, whole) <= _PROBE_TOLERANCE * largest  # false for NaN
+        if apart and undecided.shards_only:
+            raise _refusal_of_shards(optimizer, f"keeps a tensor for each parameter in {apart}")
+        alone = not apart and _halves_differ_by(optimizer, options, start, grads, whole) <= _PROBE_TOLERANCE * largest  # false for NaN
         if all_here and not alone:
             return True
         starts, both = [start, 3.0 * start.flip(0)], [grads, [7.0 * grad.flip(0) for grad in grads]]
@@ -277,9 +252,13 @@ def _probe(optimizer: torch.optim.Optimizer, options: dict[str, Any], undecided:
             starts.reverse()
             both.reverse()
         try:
-            together = _result(optimizer, options, starts, both, int(alone))
+            built, params, _ = try_steps(optimizer, options, starts, both, first=int(alone))
         except Exception as error:
             return undecided(f"could not be tried on two small matrices: {type(error).__name__}: {error}", error)
+        together = params[int(alone)].detach()
+        names = [set(built.state.get(param, ())) for param in params]
+        if names[0] != names[1]:
+            return all_here or undecided.keeps_state_at_one((names[0] ^ names[1]).pop())
         alone = alone and not any(_halves_differ_on(optimizer, options, *trial) for trial in _rare_trials(start, grads))
     difference = (whole - together).abs().max().item()
     if difference <= _PROBE_TOLERANCE * largest:
@@ -349,11 +328,13 @@ class _Undecided:
         kind: The optimizer's class.
         allowed: The class may run: on whole tensors, which are right for element-wise optimizers too.
         shards_only: No rank has whole tensors, so the class runs on flat shards.
+        all_here: Every rank has all parameters whole, which is right for every class.
     """
 
     kind: type
     allowed: bool
     shards_only: bool
+    all_here: bool
 
     def __call__(self, problem: str, cause: Exception | None = None) -> bool:
         """Warn, and return whether the optimizer runs on whole tensors.
@@ -362,6 +343,8 @@ class _Undecided:
             UnsupportedError: The class may not run; ``problem`` is the reason.
         """
         name = self.kind.__name__
+        if self.all_here and not self.shards_only:
+            return True
         if not self.allowed:
             raise UnsupportedError(
                 f'optimizer {name} is not known to treat parameters one by one and {problem}. If it does, set "{_ALLOW_KEY}": true.'
@@ -370,6 +353,21 @@ class _Undecided:
             warn_once(f"optimizer {name} {problem}; with {_ALLOW_KEY} it runs on flat shards, which is right if it is element-wise")
         else:
             warn_once(f"optimizer {name} {problem}; each parameter is updated whole, by one rank")
+        return not self.shards_only
+
+    def keeps_state_at_one(self, name: str) -> bool:
+        """Warn that the optimizer keeps the state ``name`` for the first parameter of several alone; return True.
+
+        Raises:
+            UnsupportedError: The class may not run.
+        """
+        problem = f"it keeps the state {name!r} for one of several equal parameters, but each rank updates some of them"
+        if not self.allowed:
+            raise UnsupportedError(
+                f"optimizer {self.kind.__name__} cannot run with ZeRO: {problem}. Keep it in a param group, in an attribute, or as "
+                f'self.state["k"], or use stage 0. Or set "{_ALLOW_KEY}": true to run it anyway; then it counts by rank'
+            )
+        warn_once(f"optimizer {self.kind.__name__}: {problem}; with {_ALLOW_KEY} each rank keeps one for its own first parameter")
         return not self.shards_only
 
     def reads_all_tensors(self, difference: float, update: float) -> None:
@@ -391,7 +389,7 @@ def _result(
     optimizer: torch.optim.Optimizer, options: dict[str, Any], starts: Sequence[Tensor], grads: Sequence[Sequence[Tensor]], index: int = 0
 ) -> Tensor:
     """Return parameter ``index`` of a trial: a new optimizer steps over copies of ``starts``, once with each of ``grads``."""
-    return try_steps(optimizer, options, starts, grads)[1][index].detach()
+    return try_steps(optimizer, options, starts, grads, first=index)[1][index].detach()
 
 
 def check_whole_tensors(inner: torch.optim.Optimizer, split: bool, offload_device: str) -> None:

@@ -15,8 +15,8 @@ from hf_zero.errors import ConfigError, HfZeroError, UnsupportedError
 from hf_zero.native.library import library
 from hf_zero.observe import warn_once
 from hf_zero.ops import HostAdam, HostLion
-from hf_zero.optim.elementwise import refused_reason
 from hf_zero.optim.keywords import boolean, nearest, plain_values, unknown_key
+from hf_zero.optim.known_classes import refused_reason
 from hf_zero.optim.lamb import Lamb
 from hf_zero.optim.lion import Lion
 from hf_zero.optim.muon import CONFIG_KEYS, muon_from_config

@@ -41,6 +41,30 @@ class Assigning(torch.optim.Optimizer):
                     param.data = param.data - group["lr"] * param.grad
 
 
+class Swapping(torch.optim.Optimizer):
+    """Heavy ball, which exchanges the memory of a parameter with that of its last value."""
+
+    def __init__(self, params: Any, lr: float = 0.1, normed: bool = False) -> None:
+        super().__init__(params, {"lr": lr, "normed": normed})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    last = self.state[param].setdefault("last", param.detach().clone())
+                    grad = param.grad / (1 + param.grad.norm()) if group["normed"] else param.grad
+                    new = last.mul_(-0.5).add_(param, alpha=1.5).sub_(grad, alpha=group["lr"])
+                    self.state[param]["last"], param.data = param.data, new
+
+
+class SwappingWhole(Swapping):
+    """The same over whole tensors."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, normed=True)
+
+
 def _model(**attributes: float) -> nn.Sequential:
     torch.manual_seed(5)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 2))
@@ -80,6 +104,12 @@ def test_attributes_of_parameters_are_read(stage: int) -> None:
 @pytest.mark.parametrize("zero", [{"stage": 0}, {"stage": 1}, {"stage": 2, "offload_optimizer": {"device": "cpu"}}, {"stage": 3}], ids=str)
 def test_assigned_values_of_parameters_that_require_gradients_count(zero: dict[str, Any]) -> None:
     ranks.run_ranks(_trains, 2, Assigning, zero)
+
+
+@pytest.mark.parametrize("zero", [{"stage": 1}, {"stage": 3, "offload_optimizer": {"device": "cpu"}}], ids=str)
+@pytest.mark.parametrize("kind", [Swapping, SwappingWhole])
+def test_exchanged_memory_keeps_both_values(kind: type[Any], zero: dict[str, Any]) -> None:
+    ranks.run_ranks(_trains, 2, kind, zero)
 
 
 def test_only_attributes_that_the_step_looks_for_need_whole_tensors() -> None:

@@ -26,7 +26,8 @@ class Counting(torch.optim.Optimizer):
         state: Any = self.state
         if "k" not in state:
             state["k"] = torch.tensor([0]) if self.kind == "tensor" else {"steps": 0}
-        count = int(state["k"] if self.kind == "tensor" else state["k"]["steps"]) + 1
+        steps = state["k"] if self.kind == "tensor" else state["k"]["steps"]
+        count = (max(steps) if isinstance(steps, set) else int(steps)) + 1
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:

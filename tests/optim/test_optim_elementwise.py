@@ -170,10 +170,13 @@ class ScheduleFree(Base):
 
 
 class NeedsMore(Base):
-    """Cannot be built from its defaults."""
+    """Its step needs a model that a trial does not have."""
 
     def __init__(self, params: Any, model: Any) -> None:
         super().__init__(params)
+
+    def factor(self, param: torch.Tensor) -> torch.Tensor:
+        raise TypeError("no model")
 
 
 class Frozen(Base):
@@ -243,6 +246,51 @@ def test_what_cannot_be_probed_names_the_switch(kind: Any, message: str) -> None
     with pytest.raises(UnsupportedError, match=rf"{message}(.|\n)*zero_allow_untested_optimizer"):
         needs_whole_tensors(optimizer)
     assert needs_whole_tensors(optimizer, allow_untested=True)  # right for every class that treats parameters one by one
+    assert needs_whole_tensors(optimizer, all_here=True)  # right for every class
+
+
+class Chosen(Base):
+    """A rule that an argument of the constructor chooses, which is an attribute and no option."""
+
+    def __init__(self, params: Any, rule: str, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.rule = rule
+
+    def factor(self, param: torch.Tensor) -> torch.Tensor:
+        return {"element": lambda: 1 + param.grad.abs(), "norm": lambda: 1 / param.grad.norm()}[self.rule]()
+
+
+def test_arguments_that_are_attributes_are_those_of_the_trial() -> None:
+    assert not needs_whole_tensors(Chosen(params(), "element"))
+    assert needs_whole_tensors(Chosen(params(), "norm"))
+
+
+class Helper:
+    """Counts steps for an optimizer."""
+
+    def __init__(self) -> None:
+        self.count, self.source = 0, torch.Generator().manual_seed(1)
+
+
+class Helped(Base):
+    """Counts and draws numbers in an object of the script."""
+
+    def __init__(self, params: Any, helper: Helper) -> None:
+        super().__init__(params)
+        self.helper = helper
+
+    def factor(self, param: torch.Tensor) -> torch.Tensor:
+        self.helper.count += 1
+        torch.rand((), generator=self.helper.source)
+        return 1 + param.grad.abs()
+
+
+def test_a_trial_leaves_objects_of_the_script_as_they_were() -> None:
+    optimizer = Helped(params(), Helper())
+    first = Helper()
+    needs_whole_tensors(optimizer)
+    assert optimizer.helper.count == 0
+    assert torch.equal(optimizer.helper.source.get_state(), first.source.get_state())
 
 
 class Single(Base):

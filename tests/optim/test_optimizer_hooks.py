@@ -179,7 +179,11 @@ def _own_object(stage: int, dtype: str, whole: bool) -> None:
             for param, master in zip(models[0].parameters(), masters, strict=True):
                 param.copy_(master)
     mine.state.clear()  # begins anew, as in plain PyTorch
-    mine.state[models[1].head.bias]  # a state that is not there
+    with pytest.raises(StateError, match=r"optimizer.state was used with head.bias"):
+        mine.state[models[1].head.bias]  # a state that is not there
+    with pytest.raises(StateError, match=r"optimizer.state was used with head.bias"):
+        mine.state.get(models[1].head.bias)
+    mine.state[models[1].head.bias] = {}
     class_loss(engine, {key: value.to(DTYPES[dtype]) if value.is_floating_point() else value for key, value in parts[0].items()}).backward()
     with pytest.raises(StateError, match=r"optimizer.state was used with head.bias"):
         mine.step()

@@ -9,7 +9,7 @@ from hf_zero.checkpoint.files.rows import Row
 from hf_zero.checkpoint.files.tensor_reader import Copy
 from hf_zero.checkpoint.format.index import Index
 from hf_zero.checkpoint.format.names import MASTER, shard_file
-from hf_zero.checkpoint.format.records import UnitRecord
+from hf_zero.checkpoint.format.records import UnitRecord, present_params
 from hf_zero.checkpoint.format.tp_shards import SavedTpShard
 from hf_zero.core.units.layout import Range
 from hf_zero.errors import CheckpointError
@@ -76,9 +76,8 @@ class Catalog:
         self._params: dict[str, Located] = {}
         for loose in index.loose:
             self._add(loose.name, -1, Part(loose.tp_shard, None, 0, loose.file))
-        for unit in index.units:
-            for param in unit.params:
-                self._add(param.name, param.group, Part(param.tp_shard, unit, param.offset))
+        for unit, param in present_params(index.units):
+            self._add(param.name, param.group, Part(param.tp_shard, unit, param.offset))
 
     def _add(self, name: str, group: int, part: Part) -> None:
         known = self._params.get(name)
@@ -102,15 +101,21 @@ class Catalog:
         return self._params.get(self.canonical(name))
 
     def dtype(self, param: Located, kind: str | None = None) -> str | None:
-        """Return the name of the dtype of ``param`` in files of ``kind`` (None for its values); None if no such file has the parameter."""
+        """Return the name of the dtype of ``param`` in files of ``kind`` (None for its values); None if no such file has the parameter, or
+        not all of its elements: shards that have the unit for the states of another param group alone.
+        """
+        found: str | None = None
         for part in param.parts:
             if part.unit is None:
                 return self.index.files[part.file].tensors[param.name].dtype if kind is None else None
-            for rank in range(part.unit.world):
+            shard = part.unit.padded_numel // part.unit.world
+            last = max(part.offset, part.offset + part.tp_shard.numel - 1) // shard if shard else 0
+            for rank in range(part.offset // shard if shard else 0, min(last + 1, part.unit.world)):
                 file = self.index.files.get(self._file(part.unit, kind, rank))
-                if file is not None and part.unit.name in file.tensors:
-                    return file.tensors[part.unit.name].dtype
-        return None
+                if file is None or part.unit.name not in file.tensors:
+                    return None
+                found = found or file.tensors[part.unit.name].dtype
+        return found
 
     def copies(self, param: Located, kind: str | None, wanted: SavedTpShard, start: int, target: Row) -> Iterator[Copy]:
         """Yield the reads that fill ``target`` with elements of a tensor-parallel shard of ``param``, from the element ``start`` on.

@@ -22,7 +22,16 @@ from hf_zero.checkpoint.format.names import (
     state_kind,
     values_file,
 )
-from hf_zero.checkpoint.format.records import FileRecord, GroupRecord, LooseRecord, OptimizerRecord, ParamRecord, UnitRecord, check_tp_shard
+from hf_zero.checkpoint.format.records import (
+    FileRecord,
+    GroupRecord,
+    LooseRecord,
+    OptimizerRecord,
+    ParamRecord,
+    UnitRecord,
+    check_tp_shard,
+    present_params,
+)
 from hf_zero.core.schedule.gradient_sums import GRADIENT_ERROR
 from hf_zero.core.units.layout import FROZEN
 from hf_zero.errors import CheckpointError
@@ -146,9 +155,8 @@ def check_names(
         CheckpointError: A check failed; the message names the parameter or buffer, and the file.
     """
     places: dict[str, dict[tuple[str, int], tuple[ParamRecord | LooseRecord, int]]] = {}
-    for unit in units:
-        for param in unit.params:
-            _add_place(places, (unit.kind, unit.tensor_rank), param, param.group)
+    for unit, param in present_params(units):
+        _add_place(places, (unit.kind, unit.tensor_rank), param, param.group)
     wanted: dict[str, set[str]] = {name: set() for name in files}
     for record in loose:
         found = _FILE_NAME.fullmatch(record.file)

@@ -143,7 +143,9 @@ class Index:
                     raise CheckpointError(f"optimizer.groups[{number}] has no hyper-parameters, but other groups have some")
             check_values(decoder.decode(self.optimizer.common), "optimizer.common")
             states = self.optimizer.scalars
-            check_numbers([(f"optimizer.scalars of unit {record.unit!r}", decoder.decode(record.values)) for record in states])
+            check_numbers(
+                [(record.group, f"optimizer.scalars of unit {record.unit!r}", decoder.decode(record.values)) for record in states]
+            )
 
 
 @contextmanager

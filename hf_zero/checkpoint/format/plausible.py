@@ -89,13 +89,14 @@ def check_spikes(spikes: Any) -> None:
 
 
 def check_group(values: Any, where: str) -> None:
-    """Check the hyper-parameters of a param group; they are empty if the source of a conversion had none.
+    """Check the hyper-parameters of a param group; they are empty if the source of a conversion had none. A rate may have another name than
+    lr; ``missing_settings`` finds one that the present group has.
 
     Raises:
         CheckpointError: A check failed; the message names ``where`` and the key.
     """
-    if not isinstance(values, dict) or (values and "lr" not in values):
-        raise CheckpointError(f"{where} is {shown(values)}, expected a dict of hyper-parameters that includes lr")
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{where} is {shown(values)}, expected a dict of hyper-parameters")
     check_values(values, where)
 
 
@@ -104,14 +105,15 @@ def missing_settings(present: Mapping[str, Any], saved: Mapping[str, Any]) -> se
     return {key for key in present.keys() & (_RATES | _FRACTIONS | _SWITCHES | _COUNTS) if key not in saved and key != "initial_lr"}
 
 
-def check_numbers(states: Sequence[tuple[str, Any]]) -> None:
-    """Check single-number states, given as (place, values by name): they are finite, and states of one name have one type.
+def check_numbers(states: Sequence[tuple[int, str, Any]]) -> None:
+    """Check single-number states, given as (param group, place, values by name): they are finite, and states of one name have one type in
+    all places of a param group. Groups may have rules of their own.
 
     Raises:
         CheckpointError: A check failed; the message names the place and the state.
     """
-    types: dict[str, Any] = {}
-    for where, values in states:
+    types: dict[tuple[int, str], Any] = {}
+    for group, where, values in states:
         if not isinstance(values, dict):
             raise CheckpointError(f"{where} is {shown(values)}, expected a dict of states by name")
         check_values(values, where)
@@ -120,8 +122,8 @@ def check_numbers(states: Sequence[tuple[str, Any]]) -> None:
             if number is not None and not (isinstance(number, (bool, int)) or (isinstance(number, float) and math.isfinite(number))):
                 raise CheckpointError(f"{where}: {key} is {shown(value)}, expected a finite number")
             kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
-            if types.setdefault(key, kind) != kind:
-                raise CheckpointError(f"{where}: {key} is of type {kind}, but elsewhere in the index of {types[key]}")
+            if types.setdefault((group, key), kind) != kind:
+                raise CheckpointError(f"{where}: {key} is of type {kind}, but elsewhere in the index of {types[group, key]}")
 
 
 def check_values(values: Any, where: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -220,6 +220,16 @@ class UnitRecord:
             end, last = param.offset + param.tp_shard.numel, param.name
         if self.padded_numel - round_up(end, ALIGNMENT) > self.world * ALIGNMENT:
             raise CheckpointError(f"{where}: there is a gap between element {end} and the end of the unit at {self.padded_numel}")
+
+
+def present_params(units: Iterable[UnitRecord]) -> Iterator[tuple[UnitRecord, ParamRecord]]:
+    """Yield units and their parameters. A parameter of a frozen unit that was trained later has a trained unit too, and only that one
+    counts: the frozen unit keeps its former place.
+    """
+    units = list(units)
+    trained = {(unit.tensor_rank, param.name) for unit in units if unit.kind == MASTER for param in unit.params}
+    for unit in units:
+        yield from ((unit, param) for param in unit.params if unit.kind == MASTER or (unit.tensor_rank, param.name) not in trained)
 
 
 def _is_shape(shape: tuple[int, ...]) -> bool:

@@ -16,6 +16,7 @@ from hf_zero.checkpoint.format.names import DTYPES, MASTER, state_kind
 from hf_zero.checkpoint.format.plausible import check_alike, check_group, missing_settings
 from hf_zero.checkpoint.format.records import GroupRecord, OptimizerRecord, ScalarRecord, UnitRecord
 from hf_zero.checkpoint.format.values import Decoder, Encoder, encode_scalar
+from hf_zero.checkpoint.state.own_entries import KEY, give_entries, own_entries
 from hf_zero.checkpoint.state.takeover import Takeover
 from hf_zero.checkpoint.state.training_state import TensorAxis
 from hf_zero.core.optimizer.clones import row_names, state_at_start
@@ -168,8 +169,8 @@ def group_records(optimizer: ShardedOptimizer, encoder: Encoder) -> tuple[GroupR
     return tuple(records)
 
 
-def common_record(optimizer: ShardedOptimizer) -> dict[str, Any]:
-    """Return the encoded states that the optimizer keeps under keys that are no parameters (a count of steps).
+def common_record(optimizer: ShardedOptimizer, encoder: Encoder) -> dict[str, Any]:
+    """Return the encoded states that the optimizer keeps under keys that are no parameters (a count of steps), and its own entries.
 
     Raises:
         CheckpointError: A key is no text, or a value is neither a number, a tensor of one number, nor a dict of such values.
@@ -189,7 +190,8 @@ def common_record(optimizer: ShardedOptimizer) -> dict[str, Any]:
             found[key] = {str(name): encode_scalar(number, f"{what}[{name!r}]") for name, number in value.items()}
         else:
             found[key] = encode_scalar(value, what)
-    return found
+    own = own_entries(optimizer.inner, encoder)
+    return {**found, KEY: own} if own else found
 
 
 def complete_groups(groups: Sequence[GroupRecord], units: Iterable[UnitRecord]) -> tuple[GroupRecord, ...]:
@@ -352,7 +354,10 @@ class GroupsPlan:
             _update_group(group, values)
         if self._common is not None:
             self.optimizer.state_store.settle()
+            entries = self._common.pop(KEY, None)
             set_common_states(self.optimizer.inner, self._common)
+            if entries:
+                give_entries(self.optimizer.inner, entries)
 
 
 class OptimizerPlan(GroupsPlan):

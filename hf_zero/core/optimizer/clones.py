@@ -7,6 +7,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hf_zero.core.optimizer.common_states import common_states, states_by_param
+from hf_zero.core.optimizer.held_params import has_optimizers, nested_of, replace_parameters
 from hf_zero.core.optimizer.step_values import ChangedInPlace, is_foreign
 
 TRIAL_SHAPE = (4, 6)
@@ -32,24 +35,6 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def nested_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that ``optimizer`` holds in its attributes, also inside lists, tuples and dicts, and those that they hold."""
-    found: dict[int, torch.optim.Optimizer] = {}
-    waiting: list[Any] = [optimizer]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, torch.optim.Optimizer):
-            if id(item) in found:
-                continue
-            found[id(item)] = item
-            waiting += [value for name, value in vars(item).items() if not is_foreign(name)]
-        elif type(item) in (list, tuple):
-            waiting += [value for value in item if isinstance(value, (torch.optim.Optimizer, list, tuple, dict))]
-        elif type(item) is dict:
-            waiting += [value for value in item.values() if isinstance(value, (torch.optim.Optimizer, list, tuple, dict))]
-    return list(found.values())[1:]
-
-
 def clone(
     optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: Any = None, sources: Sequence[dict[str, Any]] | None = None
 ) -> torch.optim.Optimizer:
@@ -62,29 +47,57 @@ def clone(
         sources: The group of ``optimizer`` that each of ``groups`` stands for; None: all of them, in order.
     """
     others = {id(own): group for own, group in zip(sources or optimizer.param_groups, groups, strict=False)}
+    of_params = {id(param): others.get(id(own)) for own in sources or optimizer.param_groups for param in own["params"]}
     memo: dict[int, Any] = {}
+
+    def groups_of(item: torch.optim.Optimizer) -> Iterator[dict[str, Any]]:
+        for own in item.param_groups:
+            if id(own) in others:
+                yield others[id(own)]
+            else:  # see [Note: parameters in attributes]
+                group = next((of_params[id(param)] for param in own["params"] if id(param) in of_params), None)
+                yield {**options_of(own), "params": group["params"] if group else []}
 
     def cloned(item: Any) -> Any:
         if isinstance(item, torch.optim.Optimizer):
             if id(item) not in memo:
                 other = memo[id(item)] = object.__new__(type(item))
-                same = item.param_groups is optimizer.param_groups
-                own = groups if same else [others[id(group)] for group in item.param_groups if id(group) in others]
+                own = groups if item.param_groups is optimizer.param_groups else list(groups_of(item))
                 values = {name: value if is_foreign(name) else cloned(value) for name, value in vars(item).items()}
+                values.update({name: own for name, value in vars(item).items() if value is item.param_groups})
                 values.pop("step", None)  # a scheduler that counts calls replaces ``step`` by a method bound to the original
                 vars(other).update(values)
                 other.param_groups = own
                 if state is not None:
                     other.state = state
             return memo[id(item)]
-        if type(item) in (list, tuple) and any(isinstance(value, torch.optim.Optimizer) for value in item):
-            return type(item)(cloned(value) for value in item)
-        if type(item) is dict and any(isinstance(value, torch.optim.Optimizer) for value in item.values()):
-            return {key: cloned(value) for key, value in item.items()}
-        return item
+        if not has_optimizers(item):
+            return item
+        return {key: cloned(value) for key, value in item.items()} if type(item) is dict else type(item)(cloned(value) for value in item)
 
     made: torch.optim.Optimizer = cloned(optimizer)
     return made
+
+
+def of_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.optim.Optimizer:
+    """Return a clone of ``optimizer`` whose only group is ``group``; it has no other parameters in its attributes either."""
+    made = clone(optimizer, [group], sources=[group])
+    replace_parameters(made, {id(param): () for other in optimizer.param_groups if other is not group for param in other["params"]})
+    return made
+
+
+def attributes_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the attributes of ``optimizer`` and of those that it holds."""
+    return [dict(vars(one)) for one in (optimizer, *nested_of(optimizer))]
+
+
+def take_attributes(optimizer: torch.optim.Optimizer, before: Sequence[dict[str, Any]], other: torch.optim.Optimizer) -> None:
+    """Set the attributes that ``other``, a clone of ``optimizer``, has changed since ``before``, which ``attributes_of`` has returned."""
+    for own, earlier, one in zip([optimizer, *nested_of(optimizer)], before, [other, *nested_of(other)], strict=True):
+        for name, value in vars(one).items():
+            is_own = name == "state" or earlier.get(name) is earlier["param_groups"] or has_optimizers(value)
+            if not is_own and value is not earlier.get(name):
+                setattr(own, name, value)
 
 
 @contextmanager
@@ -98,14 +111,20 @@ def unchanged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def build_anew(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Return a new optimizer of the same class, with the constructor arguments of ``optimizer`` that its ``defaults`` contain."""
+    """Return a new optimizer of the same class, with the constructor arguments of ``optimizer`` that its ``defaults`` contain, or its
+    attributes of the same names.
+    """
     make: Any = type(optimizer)
-    built: torch.optim.Optimizer = make(groups, **_constructor_arguments(make, optimizer.defaults))
+    own = {name: value for name, value in vars(optimizer).items() if not is_foreign(name) and _is_plain(value)}
+    built: torch.optim.Optimizer = make(groups, **_constructor_arguments(make, own | optimizer.defaults))
     return built
 
 
 def _constructor_arguments(kind: type, defaults: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of ``defaults`` that the constructor accepts; for ``**kwargs``, the names that its base classes accept."""
+    """Return the part of ``defaults`` that the constructor accepts; for ``**kwargs``, the names that its base classes accept.
+
+    ``params`` is never part of it.
+    """
     names: set[str] = set()
     for ancestor in kind.__mro__:
         if "__init__" not in vars(ancestor):
@@ -115,6 +134,11 @@ def _constructor_arguments(kind: type, defaults: dict[str, Any]) -> dict[str, An
         if not any(arg.kind is arg.VAR_KEYWORD for arg in parameters):
             break
     return {key: copy.deepcopy(value) for key, value in defaults.items() if key in names}
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether ``value`` is a number, a text, a switch, or a function."""
+    return isinstance(value, (bool, int, float, complex, str, type(None), type, FunctionType))
 
 
 # -- trials -----------------------------------------------------------------------------------------------------------
@@ -141,20 +165,37 @@ def try_steps(
     starts: Sequence[Tensor],
     grads: Sequence[Sequence[Tensor]],
     kind: type[torch.nn.Parameter] = torch.nn.Parameter,
-) -> tuple[torch.optim.Optimizer, list[torch.nn.Parameter]]:
-    """Step a new optimizer of the same class over copies of ``starts``, of class ``kind``, with one gradient of each per step.
+    first: int = 0,
+) -> tuple[torch.optim.Optimizer, list[torch.nn.Parameter], str]:
+    """Step another optimizer of the same class over copies of ``starts``, of class ``kind``, with one gradient of each per step.
 
-    It draws from the default random generator, whose state the caller restores.
+    It is a clone, because arguments of a constructor may be attributes that no option shows; where the constructor has made states of the
+    parameters, it is a new object. It draws from the default random generator, whose state the caller restores.
+
+    Args:
+        optimizer: The original, with one param group.
+        options: Options of the group.
+        starts: Values of the parameters at the beginning.
+        grads: The gradients of each parameter.
+        kind: Class of the parameters.
+        first: Position of the parameter that takes the place of the original's first one in its attributes.
 
     Returns:
-        The new optimizer and its parameters.
+        The other optimizer, its parameters, and the attribute or state in which it kept a tensor of the first one's shape ("": none).
 
     Raises:
         CollectiveError: The optimizer's step communicates.
     """
     params = [kind(start.clone()) for start in starts]
-    with _NoCollectives():
-        built = build_anew(optimizer, [{"params": params, **copy.deepcopy(options)}])
+    with _NoCollectives(), unchanged(optimizer), torch.compiler.set_stance("force_eager"):
+        group = {"params": params, **copy.deepcopy(options)}
+        if states_by_param(optimizer):
+            built = build_anew(optimizer, [group])
+        else:
+            built = clone(optimizer, [group], defaultdict(dict, copy.deepcopy(common_states(optimizer))), optimizer.param_groups[:1])
+            own = optimizer.param_groups[0]["params"]
+            tried = [params[first], *params[:first], *params[first + 1 :]]
+            replace_parameters(built, {id(param): tried[i : i + 1] if i + 1 < len(own) else tried[i:] for i, param in enumerate(own)})
         train = getattr(built, "train", None)
         if callable(train):
             train()  # schedule-free optimizers refuse to step without it
@@ -163,7 +204,24 @@ def try_steps(
             for param, own_grads in zip(params, grads, strict=True):
                 param.grad = own_grads[step].clone()
             built.step()
-    return built, params
+        return built, params, _kept_apart(built, params)
+
+
+def _kept_apart(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> str:
+    """Return the place, outside of ``state[param]``, where the optimizer keeps a tensor of the shape of its first parameter: an attribute
+    or a container among the states; "" for none.
+    """
+    for name, value in dict(optimizer.state.get(params[0], ())).items():
+        leaves = tree_leaves(value) if not isinstance(value, Tensor) else ()
+        if any(isinstance(leaf, Tensor) and leaf.shape == params[0].shape for leaf in leaves):
+            return f"state[param][{name!r}]"
+    own = {id(param) for param in params}
+    for one in (optimizer, *nested_of(optimizer)):
+        for name, value in vars(one).items():
+            leaves = tree_leaves(value) if not is_foreign(name) and value is not one.param_groups else ()
+            if any(isinstance(leaf, Tensor) and id(leaf) not in own and leaf.shape == params[0].shape for leaf in leaves):
+                return name
+    return ""
 
 
 def attributes_read(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> frozenset[str]:
@@ -232,7 +290,8 @@ def _tried_state(optimizer: torch.optim.Optimizer, group: int, ndim: int) -> tup
     values = [value.float().view(shape) if ndim else value.float().flatten()[0] for value in (start, *grads)]
     with torch.random.fork_rng(devices=[]):
         try:
-            built, (param,) = try_steps(optimizer, options_of(optimizer.param_groups[group]), values[:1], [values[1:]])
+            one = of_group(optimizer, optimizer.param_groups[group])
+            built, (param,), _ = try_steps(one, options_of(one.param_groups[0]), values[:1], [values[1:]])
         except (Exception, CollectiveError):  # another library's constructor or step may raise any error
             return None
     return dict(built.state.get(param, {})), param

@@ -12,10 +12,35 @@ from torch.utils._pytree import tree_leaves
 from hf_zero.core.units.layout import UnitState
 from hf_zero.core.units.unit import Unit
 from hf_zero.core.units.values import own_part_changed
+from hf_zero.errors import StateError
 
 _DATA: Any = torch.Tensor.data  # torch's own property
+_GRAD: Any = vars(torch._C.TensorBase)["grad"].__get__
 _WITHOUT_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
+_OF_VALUES: Any = {getattr(torch.Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag")} | {_DATA.__set__}
+_OF_SHAPE_NAMES = frozenset(
+    (
+        "__get__", "__set__", "size", "dim", "numel",
+        "nelement", "stride", "is_contiguous", "is_floating_point", "is_complex", "element_size", "__len__",
+        "__repr__", "__hash__", "get_device", "zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty",
+        "new_full", "new_tensor", "requires_grad_", "__reduce_ex__", "is_inference",
+    )
+)  # fmt: skip
 _SHOWN, _KEEPER = "_hf_zero_shown", "_hf_zero_keeper"  # attributes of a part: the tensor that ``data`` returns; the part's ``MasterParts``
+
+
+def _refuse_gradients(part: Any) -> None:
+    """Raise if gradients wait for a step: ``part`` has none outside of updates, so work with it (SAM's first step) would do nothing.
+
+    Raises:
+        StateError: They do.
+    """
+    if _keeper(part).waits():
+        raise StateError(
+            "a script asked for gradients of the tensors in optimizer.param_groups between backward and step(): they are parts of masters, "
+            "which have gradients only inside of step(). Do the work in step(), or use hf_zero.utils.safe_get_full_grad, or param.grad of "
+            'the model\'s parameters ("hf_zero": {"show_gradients": true})'
+        )
 
 
 class MasterPart(nn.Parameter):
@@ -32,6 +57,8 @@ class MasterPart(nn.Parameter):
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for part in (arg for arg in tree_leaves((args, kwargs)) if type(arg) is MasterPart):
             _keeper(part).settle()
+        if func == _GRAD:
+            _refuse_gradients(args[0])
         with _WITHOUT_FUNCTION():
             return func(*args, **(kwargs or {}))
 
@@ -45,6 +72,24 @@ class MasterPart(nn.Parameter):
         """Copy ``value`` into the master: other memory would be no part of it."""
         if value is not (shown := _shown(self)):
             shown.copy_(value)
+
+
+class RestingParam(nn.Parameter):
+    """A parameter of full shape that an optimizer updates, outside of updates: it has shape and type, and no values."""
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if func == _GRAD:
+            _refuse_gradients(args[0])
+        elif func in _OF_VALUES or name not in _OF_SHAPE_NAMES:
+            raise StateError(
+                f"{'data' if func in _OF_VALUES else name} of a tensor in optimizer.param_groups: this optimizer updates whole parameters, "
+                "whose values are here inside of step() only. Read and write the parameters of the model: for param in model.parameters(), "
+                "under torch.no_grad()"
+            )
+        with _WITHOUT_FUNCTION():
+            return func(*args, **(kwargs or {}))
 
 
 def _keeper(part: Any) -> MasterParts:
@@ -68,6 +113,13 @@ def set_memory(tensor: torch.Tensor, values: torch.Tensor) -> None:
         _DATA.__set__(tensor, values)
 
 
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values of ``tensor``, without gradient, also if it has none to show to scripts now."""
+    with _WITHOUT_FUNCTION():
+        values: torch.Tensor = _DATA.__get__(tensor)
+    return values
+
+
 def new_part(values: torch.Tensor) -> nn.Parameter:
     """Return a segment's tensor, which shares the memory of ``values`` but not its count of writes."""
     return nn.Parameter(values.data, requires_grad=False)
@@ -80,16 +132,19 @@ class MasterParts:
         late: Names of units that were written between an update and a forward and that other ranks hold whole: the forward has computed
             with their previous values on those ranks.
         settle: Waits for running updates.
+        waits: Returns whether gradients wait for a step.
     """
 
     def __init__(self) -> None:
         self.late: list[str] = []
+        self.waits: Callable[[], bool] = bool
         self.settle: Callable[[], None] = lambda: None
         self._parts: list[tuple[Unit, nn.Parameter, Callable[[], torch.Tensor | None]]] = []
         self._tensors: list[nn.Parameter] = []  # those of ``_parts``
         self._counts: list[int] = []  # counts of writes at the last look, by part
         self._lent: list[Any] = []  # parts whose ``data`` the script has asked for
         self._lent_counts: list[int] = []  # counts of writes to these tensors
+        self._resting: list[nn.Parameter] = []  # parameters of full shape, which have values inside of an update only
 
     def watch(self, parts: Iterable[tuple[Unit, nn.Parameter, Callable[[], torch.Tensor | None]]]) -> None:
         """Look for writes to these parts from now on.
@@ -106,6 +161,13 @@ class MasterParts:
         self._lent += [part for part in self._tensors if _SHOWN in vars(part)]
         self.resume()
 
+    def rest(self, params: Iterable[nn.Parameter]) -> None:
+        """Note that ``params``, of full shape, have no values outside of updates."""
+        self._resting = list(params)
+        for param in self._resting:
+            vars(param)[_KEEPER] = self
+            param.__class__ = RestingParam
+
     def lend(self, part: nn.Parameter) -> None:
         """Note that the script has ``part.data``, which must stay the memory of its values."""
         self._lent.append(part)
@@ -117,13 +179,15 @@ class MasterParts:
 
     def pause(self) -> None:
         """Begin an update: the parts are ordinary parameters, and may be written."""
-        for part in self._tensors:
+        for part in (*self._tensors, *self._resting):
             part.__class__ = nn.Parameter
 
     def resume(self) -> None:
         """End an update, whose writes do not count."""
         for part in self._tensors:
             part.__class__ = MasterPart
+        for param in self._resting:
+            param.__class__ = RestingParam
         self._look()
 
     def _look(self) -> set[int]:

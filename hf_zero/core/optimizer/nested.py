@@ -1,8 +1,8 @@
 """Serve optimizers that hold another optimizer and step it (Lookahead, SAM, several in one), or are made in other unusual ways.
 
 [Note: nested optimizers] The inner optimizer's groups are given other tensors than the model's parameters, and all code of states looks
-into its ``state``. So an optimizer that it holds must have the same groups, and gets the same ``state``. Each of both keeps its entries
-of a parameter under names of its own, and all of them are offloaded and saved.
+into its ``state``. So an optimizer that it holds gets the same ``state``. Each of both keeps its entries of a parameter under names of its
+own, and all of them are offloaded and saved. Groups of its own: see [Note: parameters in attributes].
 """
 
 from __future__ import annotations
@@ -15,35 +15,19 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from hf_zero.core.optimizer.clones import TRIAL_STEPS, CollectiveError, clone, nested_of, options_of, trial_data, unchanged
+from hf_zero.core.optimizer.clones import TRIAL_STEPS, CollectiveError, clone, options_of, trial_data, unchanged
+from hf_zero.core.optimizer.held_params import nested_of
+from hf_zero.core.optimizer.script_states import NamedStates
 from hf_zero.core.optimizer.step_values import is_foreign
 from hf_zero.errors import ConfigError
-from hf_zero.observe import warn_once
 
 _HOOKS = tuple(f"_optimizer_{method}_{when}_hooks" for method in ("step", "state_dict", "load_state_dict") for when in ("pre", "post"))
-
-
-def require_own_groups(optimizer: Optimizer) -> None:
-    """Raise if an optimizer that ``optimizer`` holds has parameters in param groups of its own.
-
-    Raises:
-        ConfigError: It has.
-    """
-    own = {id(group) for group in optimizer.param_groups}
-    for other in nested_of(optimizer):
-        if any(group["params"] and id(group) not in own for group in other.param_groups):
-            outer, held = type(optimizer).__name__, type(other).__name__
-            raise ConfigError(
-                f"the {outer} given to initialize() holds a {held} with param groups of its own. The engine gives its tensors to the "
-                f"groups of the {outer}, so the {held} would train nothing. Let both have the same groups: set `self.param_groups = "
-                f"inner.param_groups` in the constructor of {outer}"
-            )
 
 
 def require_state(optimizer: Optimizer) -> None:
     """Raise if ``optimizer`` keeps a tensor for each parameter outside of its ``state``: the engine can neither divide nor save these.
 
-    It would combine them with tensors of other parameters, which may have the same shape. Parameters that it keeps there get a warning.
+    It would combine them with tensors of other parameters, which may have the same shape.
 
     Raises:
         ConfigError: An attribute has tensors of the shapes of all parameters, or of those of a param group, in their order.
@@ -57,11 +41,6 @@ def require_state(optimizer: Optimizer) -> None:
                 continue
             tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
             shapes = [tensor.shape for tensor in tensors if id(tensor) not in known]
-            if len(tensors) - len(shapes) > 1:
-                warn_once(
-                    f"the {type(one).__name__} given to initialize() keeps parameters of the model in its attribute {name!r}. If its "
-                    "step() reads them there, it finds no gradients at stages 1 to 3, and trains nothing: read self.param_groups"
-                )
             if len(shapes) > 1 and shapes in wanted:
                 raise ConfigError(
                     f"the {type(one).__name__} given to initialize() keeps a tensor for each parameter in its attribute {name!r}. The "
@@ -116,6 +95,13 @@ def load_together(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 def _place(group: dict[str, Any], groups: Sequence[dict[str, Any]]) -> int | None:
     return next((index for index, own in enumerate(groups) if own is group), None)
+
+
+def name_states(optimizer: Optimizer) -> None:
+    """Let looks at ``optimizer.state`` find no states of the model's parameters."""
+    state: Any = optimizer.state
+    if type(state) is defaultdict:
+        set_state(optimizer, NamedStates(state.default_factory, state))
 
 
 def set_state(optimizer: Optimizer, state: Any) -> None:

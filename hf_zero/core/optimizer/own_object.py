@@ -17,11 +17,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.optimizer import step_hooks
 from hf_zero.core.optimizer.clones import clone, options_of
-from hf_zero.core.optimizer.master_parts import MasterParts
+from hf_zero.core.optimizer.master_parts import MasterPart, MasterParts, RestingParam
+from hf_zero.core.optimizer.script_states import foreign_state
 from hf_zero.core.schedule.gathered_parameters import checksum
 from hf_zero.core.units.parts import PartOfGradient, warns_of_norms
 from hf_zero.core.units.registration import network_of_loose, noted_loose
-from hf_zero.core.units.sharded_parameter import OWNER
 from hf_zero.core.units.unit import Unit, find_unit, is_sharded, trained_of
 from hf_zero.core.units.values import publish
 from hf_zero.errors import StateError
@@ -201,15 +201,7 @@ class OwnObject:
         """Return the text of an error if ``state`` has entries of the model's parameters, in whose place the groups hold flat parts of
         masters; "" if not. Local: a pipeline has each parameter on some ranks only.
         """
-        owners = [owner for key in self._inner.state if (owner := getattr(key, OWNER, None)) is not None]  # runs in each step
-        if not owners:
-            return ""
-        unit, index = owners[0]
-        return (
-            f"optimizer.state was used with {unit.layout.slots[index].name}, but the engine keeps the states of flat parts of its "
-            "parameters there, so this entry has no effect. Use hf_zero.utils.safe_get_full_optimizer_state and "
-            "safe_set_full_optimizer_state, the tensors in optimizer.param_groups, or optimizer.state.clear() to begin anew"
-        )
+        return next((text for key in self._inner.state if (text := foreign_state(key))), "")  # runs in each step
 
     def _for_scripts(self, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
         weak = ref(self)
@@ -430,6 +422,11 @@ class _ForeignSteps:
         """
         name = type(optimizer).__name__
         for param in _params_of(optimizer):
+            if isinstance(param, (MasterPart, RestingParam)):
+                raise StateError(
+                    f"{name}.step(): this optimizer belongs to one that an engine steps, and its tensors have gradients only inside of "
+                    "engine.step(): call that, or step() of the optimizer given to initialize(), and do other work in its step()"
+                )
             owner = find_unit(param)
             training = owner[0].belongs_to() if owner is not None and owner[0].belongs_to is not None else None
             if owner is not None and owner[0].trainable and training is not None and training.trains:

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.core.optimizer.clones import clone, is_mark, nested_of
+from hf_zero.core.optimizer.clones import attributes_of, clone, is_mark, take_attributes
 from hf_zero.core.optimizer.common_states import common_states, set_common_states, states_by_param
+from hf_zero.core.optimizer.held_params import nested_of
 from hf_zero.core.optimizer.master_parts import new_part
-from hf_zero.core.optimizer.nested import require_own_groups, require_state
+from hf_zero.core.optimizer.nested import require_state
 from hf_zero.core.optimizer.step_values import ChangedInPlace
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.unit import Unit
@@ -25,18 +26,19 @@ from hf_zero.ops.host_optimizers import HostOptimizer
 
 
 def learning_rates(groups: Iterable[dict[str, Any]]) -> list[float]:
-    """Return the learning rate of each param group; nan if the optimizer sets it itself (Adafactor with ``relative_step``)."""
-    return [math.nan if group["lr"] is None else float(group["lr"]) for group in groups]
+    """Return the learning rate of each param group; nan if the optimizer sets it itself (Adafactor with ``relative_step``), or names it
+    otherwise.
+    """
+    return [math.nan if group.get("lr") is None else float(group["lr"]) for group in groups]
 
 
 def group_of_params(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[int, int]:
     """Return the index of the param group of each parameter of the optimizer, by id, frozen ones included.
 
     Raises:
-        ConfigError: The optimizer holds a tensor that is not a parameter of the model, or another optimizer with groups of its own, or
-            tensors of all parameters outside of its state, or has been stepped before.
+        ConfigError: The optimizer holds a tensor that is not a parameter of the model, or tensors of all parameters outside of its
+            state, or has been stepped before.
     """
-    require_own_groups(optimizer)
     require_state(optimizer)
     if not _is_fresh(optimizer):
         raise ConfigError(
@@ -211,6 +213,15 @@ def master_of(unit: Unit) -> torch.Tensor:
     return unit.master
 
 
+def part_states(state: Mapping[str, Any], values: torch.Tensor) -> None:
+    """Give states that a step has put into the memory of ``values``, the former memory of their parameter, memory of their own: the
+    parameter returns there (``state["x"], param.data = param.data, state["x"]``).
+    """
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.numel() and value.data_ptr() == values.data_ptr():
+            state[name] = value.clone()  # type: ignore[index]
+
+
 @contextmanager
 def stepped(segments: Sequence[OwnedSegment]) -> Iterator[None]:
     """Let an optimizer step over ``segments`` inside the ``with``, as over parameters: they require gradients there, and values that it
@@ -228,6 +239,7 @@ def stepped(segments: Sequence[OwnedSegment]) -> Iterator[None]:
             for segment, values in zip(segments, held, strict=True):
                 tensor = segment.tensor.requires_grad_(False)
                 if tensor.data_ptr() != values.data_ptr():
+                    part_states(segment.state, values)
                     values.copy_(tensor.data)
                     tensor.data = values
 
@@ -257,7 +269,7 @@ class SubGroupStepper:
         self._accumulation_dtype = accumulation_dtype
         self.threads = threads or torch.get_num_threads()
         self.values = [_values(group) for group in optimizer.param_groups]
-        self._attributes = dict(vars(optimizer))
+        self._attributes = attributes_of(optimizer)
         self._common = deepcopy(common_states(optimizer))
         self._in_place = None if isinstance(optimizer, HostOptimizer) else ChangedInPlace([optimizer, *nested_of(optimizer)])
         self._after: torch.optim.Optimizer | None = None  # the clone that stepped last
@@ -314,9 +326,7 @@ class SubGroupStepper:
             return
         for group, before, after in zip(self.optimizer.param_groups, self.values, self._after.param_groups, strict=False):
             group.update({key: value for key, value in _values(after).items() if value is not before.get(key)})
-        for name, value in vars(self._after).items():
-            if name not in ("param_groups", "state") and value is not self._attributes.get(name):
-                setattr(self.optimizer, name, value)
+        take_attributes(self.optimizer, self._attributes, self._after)
 
 
 def update_with_lows(

@@ -13,7 +13,7 @@ import torch
 from hf_zero.core.optimizer import step_hooks
 from hf_zero.core.optimizer.clones import build_anew, is_mark, state_at_start
 from hf_zero.core.optimizer.common_states import common_states, set_common_states, states_by_param
-from hf_zero.core.optimizer.nested import complete, join_states, load_together, set_state
+from hf_zero.core.optimizer.nested import complete, join_states, load_together, name_states, set_state
 from hf_zero.core.optimizer.own_object import OwnObject, missing_attribute, once
 from hf_zero.core.optimizer.param_states import ParamStates, SegmentStates
 from hf_zero.core.optimizer.segments import OwnedSegment, Segments, lay_out
@@ -91,6 +91,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             set_state(inner, _state_at_start(inner))
             set_common_states(inner, common)
             self.state_store.adopt_states()
+        name_states(inner)
         watch_parts(self)
 
     def _lay_out(self) -> list[list[torch.Tensor]]:
@@ -144,9 +145,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
-    def connect(self, step: Callable[[], None] | None, clear: Callable[[], None] | None) -> None:
-        """Set the functions that ``step`` and ``zero_grad`` of this optimizer call, and of the inner one if a script calls them."""
-        self._step, self._clear = step, clear
+    def connect(self, step: Callable[[], None] | None, clear: Callable[[], None] | None, waits: Callable[[], bool] = bool) -> None:
+        """Set the functions that ``step`` and ``zero_grad`` of this optimizer call, and of the inner one if a script calls them; ``waits``
+        returns whether gradients wait for a step.
+        """
+        self._step, self._clear, self.own.parts.waits = step, clear, waits
         if clear is None:
             vars(self.inner).pop("zero_grad", None)
         else:
@@ -275,6 +278,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.state_store.settle()
         tensors = [group["params"] for group in self.inner.param_groups]
         load_together(self.inner, state_dict)
+        name_states(self.inner)
         for group, params in zip(self.inner.param_groups, tensors, strict=True):
             group["params"] = params
         self.state_store.adopt_states()
@@ -326,7 +330,8 @@ def _state_at_start(inner: torch.optim.Optimizer) -> Any:
     """Return the state of the tensors in the groups of ``inner``: the marks that they have, or what its constructor makes for them.
 
     Raises:
-        ConfigError: The constructor marked parameters of the model, and the tensors are flat parts of several.
+        ConfigError: The constructor marked parameters of the model, and the tensors are flat parts of several; or it made other states and
+            cannot be called again.
     """
     held = {id(tensor) for group in inner.param_groups for tensor in group["params"]}
     if held.issuperset(map(id, states_by_param(inner))):
@@ -336,7 +341,14 @@ def _state_at_start(inner: torch.optim.Optimizer) -> Any:
             f"the {type(inner).__name__} given to initialize() has marks in its state ({marks}), but it updates flat parts of several "
             "parameters here; keep the marks in its param groups"
         )
-    return build_anew(inner, [dict(group) for group in inner.param_groups]).state
+    try:
+        return build_anew(inner, [dict(group) for group in inner.param_groups]).state
+    except Exception as error:  # another library's constructor may raise any error
+        raise ConfigError(
+            f"the constructor of the {type(inner).__name__} given to initialize() made states for parameters of the model. The engine "
+            f"needs them for its own tensors, but could not make another object: {type(error).__name__}: {error}. Make states in step(), "
+            "where a parameter has none"
+        ) from error
 
 
 def watch_parts(optimizer: ShardedOptimizer) -> None:

@@ -1,13 +1,17 @@
 """Restore values that an optimizer's step changes in place, after trial steps and between the sub-groups of one step.
 
-Values are those of attributes (``self.counts["k"] += 1``, ``self.k.add_(1)``) and of options in param groups (``group["k"].add_(1)``).
+Values are those of attributes (``self.counts["k"] += 1``, ``self.k.add_(1)``), of objects in attributes (``self.helper.k += 1``), and of
+options in param groups (``group["k"].add_(1)``).
 Those that a step rebinds (``self.k += 1`` of a number) are handled by the clones of ``SubGroupStepper``.
 """
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -31,7 +35,7 @@ class ChangedInPlace:
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         groups = [group for one in optimizers for group in one.param_groups]
         seen = {id(param) for group in groups for param in group["params"]}
-        self._restore: list[Callable[[], None]] = []
+        self._restore: list[Callable[[], object]] = []
         for one in optimizers:
             for name, value in vars(one).items():
                 if not is_foreign(name):
@@ -66,6 +70,21 @@ class ChangedInPlace:
         elif type(value) is tuple:
             for item in value:
                 self._take(item, seen)
+        elif isinstance(value, torch.Generator):
+            seen.add(id(value))
+            self._restore.append(partial(value.set_state, value.get_state()))
+        elif isinstance(value, random.Random):
+            seen.add(id(value))
+            self._restore.append(partial(value.setstate, value.getstate()))
+        elif _is_helper(value):
+            self._take(vars(value), seen)
+
+
+def _is_helper(value: Any) -> bool:
+    """Return whether ``value`` is an object of a script's class: no module, optimizer, function or class, and nothing of torch."""
+    if isinstance(value, (torch.nn.Module, torch.optim.Optimizer, type, ModuleType, MethodType, FunctionType)):
+        return False
+    return not type(value).__module__.startswith(("torch.", "builtins")) and isinstance(getattr(value, "__dict__", None), dict)
 
 
 def _can_be_written(tensor: torch.Tensor) -> bool:

@@ -14,10 +14,12 @@ from torch.utils._pytree import tree_leaves
 from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.core.optimizer.clones import is_mark, plain_attributes, state_at_start
 from hf_zero.core.optimizer.common_states import common_states, set_common_states, states_by_param
+from hf_zero.core.optimizer.held_params import replace_parameters
+from hf_zero.core.optimizer.master_parts import memory_of, set_memory
 from hf_zero.core.optimizer.nested import set_state
 from hf_zero.core.optimizer.owners import Spread, TensorMoves, assign_owners, spread_of, spread_of_experts
 from hf_zero.core.optimizer.param_states import OwnerStates, WholeParam
-from hf_zero.core.optimizer.segments import OwnedSegment, master_of
+from hf_zero.core.optimizer.segments import OwnedSegment, master_of, part_states
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.optimizer.state_store import StateStore, scale_
 from hf_zero.core.units.layout import ParamSlot
@@ -62,6 +64,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
         self._exchanges: list[TensorMoves] = []
         self.whole: list[WholeParam] = []
         self._by_name: dict[str, WholeParam] = {}
+        self._given: dict[str, torch.Tensor] = {}  # values of parameters when a step begins
         self._resting: set[str] = set()  # names of parameters that are frozen at present
         self._take_over(inner, units)
         marks = states_by_param(inner)
@@ -70,6 +73,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
             set_state(inner, _marks(marks, self.whole))
             set_common_states(inner, common)
         super().__init__(inner, units, state_store)
+        self._replace_attributes(units)
         self.own.fetch, self.own.send = self._fetch, self._scatter
 
     def _take_over(self, inner: torch.optim.Optimizer, units: Sequence[Unit]) -> list[WholeParam]:
@@ -94,6 +98,15 @@ class WholeTensorOptimizer(ShardedOptimizer):
         groups = range(len(self.inner.param_groups))
         return [[entry.param for entry in self.whole if entry.slot.group == index] for index in groups]
 
+    def _replace_attributes(self, units: Sequence[Unit]) -> None:
+        """Replace parameters that the inner optimizer keeps outside of its groups, see [Note: parameters in attributes], and let none of
+        them be read between updates.
+        """
+        self.own.parts.rest(entry.param for entry in self.whole)
+        named = [(slot.name, param) for unit in units for slot, param in zip(unit.layout.slots, unit.params, strict=True)]
+        own = {name: [self._by_name[name].param] if name in self._by_name else [] for name, _ in named}
+        replace_parameters(self.inner, {id(param): own[name] for name, param in named if param is not None})
+
     def group_of_tensors(self) -> dict[int, int]:
         """Return the param group of each parameter that this rank updates, by id."""
         return {id(entry.param): entry.slot.group for entry in self.whole}
@@ -117,6 +130,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
         has_state = bool(self.inner.state)
         added = self._take_over(self.inner, units)
         self._replace(())
+        self._replace_attributes(units)
         for entry in added if has_state else ():
             entry.install(state_at_start(self.inner, entry.slot.group, entry.param))
 
@@ -170,8 +184,9 @@ class WholeTensorOptimizer(ShardedOptimizer):
         for masters, gradients in arriving:
             for name in masters:
                 param = self._by_name[name].param
-                param.data = masters[name]
-                param.grad = gradients[name].to(param.device, param.dtype) if name not in self._resting else None
+                set_memory(param, masters[name])
+                self._given[name] = masters[name]
+                param.grad = gradients[name].to(masters[name].device, masters[name].dtype) if name not in self._resting else None
 
     def _scatter(self, updated: Callable[[Unit], None]) -> None:
         """Send the new values back to the shards and call ``updated``."""
@@ -187,8 +202,11 @@ class WholeTensorOptimizer(ShardedOptimizer):
             tensors = {}
             for entry in move.own:
                 param = self._by_name[entry.slot.name].param
-                tensors[entry.slot.name] = param.data
-                param.data, param.grad = _rest(move.unit, entry.slot), None
+                tensors[entry.slot.name], given = memory_of(param), self._given.pop(entry.slot.name)
+                if given.data_ptr() != tensors[entry.slot.name].data_ptr():
+                    part_states(self._by_name[entry.slot.name].state, given)
+                set_memory(param, _rest(move.unit, entry.slot))
+                param.grad = None
             under_way.append((move.unit, move.scatter(tensors, master_of(move.unit), "masters from owners")))
             if len(under_way) > _IN_FLIGHT:
                 take()
