@@ -135,6 +135,8 @@ def trainer_of(run: Drawn, models: Path, folder: Path, zero: bool) -> Any:
     chats = run["form"] == "chats"
     train = stored(inputs.rows_of(form, "train", chats), folder / "data")
     held = inputs.rows_of(form, "held", chats) if run["eval_strategy"] != "no" or run["habit"] == "completions" else None
+    if held is not None:
+        held = stored(held, folder / "held")
     if run["form"] == "iterable":
         train = train.to_iterable_dataset()
     torch.manual_seed(13)
