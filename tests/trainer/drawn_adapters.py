@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,7 @@ def config_of(kind: str, task: str) -> Any:
     import peft
 
     name, options = KINDS[kind]
-    options = dict(options)
+    options = copy.deepcopy(options)  # PEFT adds to its lists
     if task == "SEQ_CLS" and "lm_head" in options.get("modules_to_save", ()):
         options["modules_to_save"] = ["score", *options["modules_to_save"][1:]]
     return getattr(peft, name)(task_type=task, **options)
