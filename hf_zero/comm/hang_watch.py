@@ -305,8 +305,8 @@ def report(rank: int, seconds: float, standing: Standing, answers: dict[int, Sta
         parts.append(f"Not come: {_places(late)}")
         if all(its.operation and standing.behind(its) for its in late.values()):
             parts.append(
-                "These ranks wait for each other until the time-out: make the same calls on all ranks, in the same order. At stage 3 that includes "
-                "forwards without gradients (an evaluation, generate) and saves"
+                "These ranks wait for each other until the time-out: make the same calls on all ranks, in the same order. At stage 3 that "
+                "includes forwards without gradients (an evaluation, generate) and saves"
             )
     if silent:
         more = f" and {len(silent) - _NAMED} more" if len(silent) > _NAMED else ""

@@ -233,7 +233,7 @@ WAITS = Standing("hf_zero::vote (x)", "1", "a.py:1 in f", issued={"0": 3, "1": 7
         (
             {1: Standing("barrier", "0", "b.py:2 in g", issued={"0": 4, "1": 6}, host="h")},
             [],
-            "Not come: rank 1 on h waits for barrier, at b.py:2 in g. These ranks wait for each other until the time-out: make the same calls",
+            "Not come: rank 1 on h waits for barrier, at b.py:2 in g. These ranks wait for each other until the time-out: make the same",
         ),
         ({1: Standing("hf_zero::vote (x)", "1", issued={"1": 6})}, [2, 3], "f. No answer from ranks 2 and 3: ended, stopped"),
         ({}, list(range(1, 12)), "f. No answer from ranks 1, 2, 3, 4, 5, 6, 7 and 8 and 3 more: ended"),
