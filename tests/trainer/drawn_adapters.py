@@ -77,6 +77,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "beft": ("BeftConfig", {"target_modules": ["v_proj"]}),
     "frod": ("FrodConfig", {"target_modules": MODULES}),
     "supertuning": ("SupertuningConfig", {"target_modules": MODULES, "sparsity": 0.9}),
+    "shadow": ("ShadowConfig", {}),
     "cartridge": ("CartridgeConfig", {"num_virtual_tokens": 4}),
 }  # fmt: skip
 LORA = tuple(name for name, (kind, _) in KINDS.items() if kind == "LoraConfig")

@@ -96,7 +96,9 @@ def arguments_of(run: Drawn, models: Path, folder: Path, zero: bool) -> Any:
         options["train_sampling_strategy"] = "group_by_length"
     if run["precision"] != "fp32" and zero:
         options |= {run["precision"]: True, "use_cpu": True}
-    options["ddp_find_unused_parameters"] = run["made"] == "two" or run["model"] == "mixtral" or run["adapter"] in drawn_adapters.PROMPTS
+    options["ddp_find_unused_parameters"] = (
+        run["made"] == "two" or run["model"] == "mixtral" or run["adapter"] in (*drawn_adapters.PROMPTS, "shadow")
+    )
     deepspeed: Any = None
     if zero:
         deepspeed = given(run, folder)
