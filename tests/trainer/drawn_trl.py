@@ -237,6 +237,7 @@ def files_of(folder: Path) -> dict[str, Any]:
 
 def compared(run: Drawn, models: Path, folder: Path) -> list[str]:
     """Run under DDP and under ZeRO inside ranks; return the differences."""
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder / "extensions")  # BOFT builds one: a killed run would leave its lock to all others
     with trainers.clean_state(), drawn_adapters.tokens_on_the_host():
         plain, zero = (drawn_runs.outcome_of(result_of, run, models, folder / name, name == "zero") for name in ("ddp", "zero"))
     if lines := drawn_runs.errors_of(plain, zero):
