@@ -29,6 +29,7 @@ WATCHED = frozenset(
         "lightning.pytorch.utilities.grads",
         "lightning_fabric.strategies.deepspeed",
         "lightning_fabric.wrappers",
+        "peft.tuners.frod.model",
         "peft.tuners.tuners_utils",
         "pytorch_lightning.callbacks.model_checkpoint",
         "pytorch_lightning.loops.fit_loop",

@@ -69,6 +69,7 @@ class WaitMeter(Protocol):
         """Begin a wait of ``kind`` and return the context that ends it; ``on_stream``: the device's stream may wait instead of the host."""
 
 
+_long_wait = ""  # report of the wait in which this rank is, or in which it has just failed
 _meter: WaitMeter | None = None  # of the training engine; it counts nested waits once
 
 
@@ -163,6 +164,17 @@ def recent_events(count: int = 8) -> str:
     """Return the last ``count`` labels with their age in seconds, newest last; part of every collective error."""
     now = time.monotonic()
     return "; ".join(f"{text} {now - seconds:.1f}s ago" for seconds, text in list(_ring)[-count:]) or "none"
+
+
+def set_long_wait(report: str) -> None:
+    """Keep the report of this rank's present wait, for the error that ends it; "" when the rank continues."""
+    global _long_wait
+    _long_wait = report
+
+
+def long_wait() -> str:
+    """Return the report of the present wait, or of the one that has just failed, as a sentence to append to an error; "" without."""
+    return f" Before that, {_long_wait}." if _long_wait else ""
 
 
 def global_rank() -> int:

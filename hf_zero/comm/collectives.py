@@ -99,10 +99,10 @@ def _waits_for(label: str) -> str:
 
 
 def _collective_error(label: str, error: BaseException) -> CollectiveError:
-    recent, said = observe.recent_events(), " ".join(str(error).split()).rstrip(".")
+    recent, said, reported = observe.recent_events(), " ".join(str(error).split()).rstrip("."), observe.long_wait()
     who = call_roll() or "a peer died, hangs, or runs a different sequence of steps"
     return CollectiveError(
-        f"rank {observe.global_rank()} on {platform.node()} failed in {label}: {who}. The network reported: {said}. "
+        f"rank {observe.global_rank()} on {platform.node()} failed in {label}: {who}.{reported} The network reported: {said}. "
         f"Recent phases on this rank: {recent}. Look at the other ranks' logs for the first error"
     )
 

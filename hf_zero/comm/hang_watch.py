@@ -27,7 +27,7 @@ import torch.distributed as dist
 from hf_zero.comm.process_groups import FAKE, default_store
 from hf_zero.comm.roll_call import numbered
 from hf_zero.comm.standing import OF_THE_SCRIPT, Standing, groups_of_this_rank, look, moment
-from hf_zero.observe import logger
+from hf_zero.observe import logger, set_long_wait
 
 KEY = "hf_zero_hang"
 ENDED = "ended"
@@ -231,6 +231,7 @@ class HangWatch(threading.Thread):
     def _look(self) -> None:
         now, found = time.monotonic(), moment()
         if found is None or found != self._moment:
+            set_long_wait("")
             self._moment, self._since, self._due, self._question = found, now, now + self._limit(), None
         _require_listener(self._own)
         asked = self._own.add("asked", 0)
@@ -272,7 +273,9 @@ class HangWatch(threading.Thread):
                     question.missing.remove(rank)
         if not question.missing or time.monotonic() > question.deadline:
             self._question = None
-            logger.warning("%s", report(self._rank, question.seconds, question.standing, question.answers, question.missing))
+            text = report(self._rank, question.seconds, question.standing, question.answers, question.missing)
+            set_long_wait(text)
+            logger.warning("%s", text)
 
     def _report_without_store(self) -> None:
         standing = self._question.standing if self._question is not None else look(device=True)
@@ -300,6 +303,11 @@ def report(rank: int, seconds: float, standing: Standing, answers: dict[int, Sta
     parts = [_own_part(rank, seconds, standing)]
     if late:
         parts.append(f"Not come: {_places(late)}")
+        if all(its.operation and standing.behind(its) for its in late.values()):
+            parts.append(
+                "These ranks wait for each other until the time-out: make the same calls on all ranks, in the same order. At stage 3 that "
+                "includes forwards without gradients (an evaluation, generate) and saves"
+            )
     if silent:
         more = f" and {len(silent) - _NAMED} more" if len(silent) > _NAMED else ""
         parts.append(

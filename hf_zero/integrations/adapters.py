@@ -36,3 +36,19 @@ def inject_adapter(original: Callable[..., None], tuner: Any, *args: Any, **kwar
         original(tuner, *args, **kwargs)
     finally:
         del tuner.__dict__["_create_and_replace"]
+
+
+def decompose_layers(original: Callable[..., None], tuner: Any, *args: Any, **kwargs: Any) -> None:
+    """Replace FRoD's ``_init_frod_projections``, which decomposes all layers of a kind together: they are whole. Collective at stage 3.
+
+    FRoD keeps a copy of these layers on the host until it has decomposed them, so each rank needs memory for them in any case.
+
+    Args:
+        original: The replaced method.
+        tuner: The tuner, whose ``model`` has the layers.
+        *args: Further arguments of the method.
+        **kwargs: Further arguments of the method.
+    """
+    layers = [module.weight for module in tuner.model.modules() if type(module).__name__ in ("Linear", "Conv1D")]
+    with GatheredParameters([weight for weight in layers if is_sharded(weight)]):
+        original(tuner, *args, **kwargs)

@@ -409,6 +409,13 @@ INJECT = Method(
     "kinds of adapters that read the weights of their layers cannot be made at stage 3",
     around="hf_zero.integrations.adapters:inject_adapter",
 )
+DECOMPOSE = Method(
+    "peft.tuners.frod.model",
+    "FrodModel._init_frod_projections",
+    "FRoD decomposes layers that are empty at stage 3, which fails",
+    around="hf_zero.integrations.adapters:decompose_layers",
+    since=(0, 21),
+)
 
 METHODS = (
     NO_SYNC, STATE, ACCELERATOR_STATE, PLUGIN, INIT_SWITCH, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, STATE_DICT, SAVE_STATE, TRAIN,
@@ -416,5 +423,5 @@ METHODS = (
     STEP_END, SAVE_CHECKPOINT, JIT, SAYS, BACKWARD, BACKWARD_OF_SEVERAL, PREPARE_ONE, PREPARE_MODEL, STEP, ZERO_GRAD, NORM, CLIP,
     CLIP_VALUE, OPERATIONS, MESHES, FILL, PROCESS, OPTIMIZERS, FILL_SHARDED, CONFIGURATION, ARGUMENTS, AGENT, CONTEXT_SIZE, PREPARE_CP,
     CONTEXT, CONTEXT_INPUTS, PARALLELISM, RECURRENT, ACCELERATOR, CPU_OPTIMIZER, INPUTS, LABELS, LOSS, RESIZE, BEST, *HASHES, *COUNTS,
-    *FILES, INJECT,
+    *FILES, INJECT, DECOMPOSE,
 )  # fmt: skip

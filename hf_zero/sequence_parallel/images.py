@@ -24,7 +24,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hf_zero.errors import UnsupportedError
+from hf_zero.core.units.unit import is_sharded
+from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.sequence_parallel.attention import SlicedAttention
 from hf_zero.sequence_parallel.batches import is_medium
 from hf_zero.sequence_parallel.joining import join
@@ -65,6 +66,7 @@ class DividedImages:
         """Return the result of ``method`` for all images; collective inside a forward over slices.
 
         Raises:
+            StateError: The encoder has failed on another rank.
             UnsupportedError: The results of the ranks do not fit together.
         """
         attention = self._attention
@@ -79,6 +81,10 @@ class DividedImages:
         try:
             mine = {name: parts.cut(value, self._collectives.rank) for name, value in given.items()}
             result = method(owner, **mine, **others)
+        except Exception as error:
+            if not any(map(is_sharded, owner.parameters())):  # else the other ranks wait for parameters of the encoder
+                self._collectives.gather_objects(f"{type(error).__name__}: {error}", "images")
+            raise
         finally:
             self._inside = False
         return self._joined(result, f"{type(owner).__name__}.{method.__name__}", keeps=parts.keeps(self._collectives.rank))
@@ -89,6 +95,12 @@ class DividedImages:
         leaves = [leaf for key, value in found.items() for leaf in (value if key == _BY_LAYER else [value])]
         mine = [_Described.of(leaf, keeps) for leaf in leaves]
         everyone: list[list[_Described]] = self._collectives.gather_objects(mine, "images")
+        failed = next(((rank, text) for rank, text in enumerate(everyone) if isinstance(text, str)), None)
+        if failed is not None:
+            raise StateError(
+                f"{name} failed for the images of rank {failed[0]} of the group that shares this batch: {failed[1]}. The other ranks have "
+                "encoded their images; see the traceback of that rank"
+            )
         first = everyone[0]
         if not first or any(len(other) != len(first) or not all(map(_Described.fits, first, other)) for other in everyone):
             shapes = [[str(described) for described in other] for other in everyone]

@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Any
 
 from hf_zero.errors import CollectiveError, ConfigError, HfZeroError, UnsupportedError
-from hf_zero.observe import global_rank, logger
+from hf_zero.observe import global_rank, logger, long_wait
 from hf_zero.system import own_files
 from hf_zero.system.failure import FOLLOWS, INTERRUPTED, OTHER, SETTINGS
 from hf_zero.system.stacks import is_of_the_script
@@ -104,6 +104,8 @@ class _Hook:
                 print(f"[hf_zero] rank {global_rank()}: {text}", file=sys.stderr, flush=True)
             return
         text, follows, now = f"{kind.__name__}: {error}", _follows(error), time.time()
+        if follows and not isinstance(error, HfZeroError):  # a collective of the script
+            text += f".{long_wait()}" if long_wait() else ""
         of_settings = isinstance(error, (ConfigError, UnsupportedError))
         # Lines in the script, and the line that raised; lines of hf_zero where a key is looked up do not help.
         shown = [frame for frame in (own, None if of_settings else frames[-1] if frames else None) if frame is not None]

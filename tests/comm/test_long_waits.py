@@ -21,7 +21,9 @@ import torch
 import torch.distributed as dist
 
 import hf_zero
+from hf_zero import observe
 from hf_zero.comm import hang_watch, standing
+from hf_zero.comm.collectives import _collective_error
 from hf_zero.comm.hang_watch import HangWatch, LongWaits, report
 from hf_zero.comm.standing import Standing
 from hf_zero.system import stacks
@@ -227,6 +229,12 @@ WAITS = Standing("hf_zero::vote (x)", "1", "a.py:1 in f", issued={"0": 3, "1": 7
             [],
             "f. Not come: rank 2 on h is at b.py:2 in g",
         ),
+        # Rank 1 waits in another group for this rank.
+        (
+            {1: Standing("barrier", "0", "b.py:2 in g", issued={"0": 4, "1": 6}, host="h")},
+            [],
+            "Not come: rank 1 on h waits for barrier, at b.py:2 in g. These ranks wait for each other until the time-out: make the same",
+        ),
         ({1: Standing("hf_zero::vote (x)", "1", issued={"1": 6})}, [2, 3], "f. No answer from ranks 2 and 3: ended, stopped"),
         ({}, list(range(1, 12)), "f. No answer from ranks 1, 2, 3, 4, 5, 6, 7 and 8 and 3 more: ended"),
         ({rank: Standing(place="b", host="h", issued={"1": 0}) for rank in range(1, 11)}, [], "rank 8 on h is at b; and 2 more ranks"),
@@ -237,6 +245,26 @@ def test_who_is_named(answers: dict[int, Standing], silent: list[int] | None, en
     line = report(0, 31.4, waits, answers, silent or [])
     assert line.startswith(f"rank 0 on node-0 has waited 31 s for {waits.operation}, at a.py:1 in f. ")
     assert end in line
+
+
+def test_the_error_that_ends_a_wait_repeats_its_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, places = dist.HashStore(), iter([("here",), ("here",), ("here",), ("elsewhere",)])
+    monkeypatch.setattr(hang_watch, "moment", lambda: next(places))
+    monkeypatch.setattr(hang_watch, "look", lambda device: WAITS)
+    watch, owner = HangWatch(store, store, 0, 2), LongWaits(0)
+    watch.owners[owner] = 1e-9
+    try:
+        watch._look()
+        watch._look()  # asks
+        store.set("standing/1", f"1 {Standing(place='b.py:2 in g', issued={'1': 6}, host='h').as_text()}")
+        watch._look()
+        said = " s for hf_zero::vote (x), at a.py:1 in f. Not come: rank 1 on h is at b.py:2 in g."
+        assert said in str(_collective_error("hf_zero::vote (x)", RuntimeError("closed"))) and said in observe.long_wait()
+        watch._look()
+        assert not observe.long_wait(), "the rank has continued"
+        assert "Not come" not in str(_collective_error("hf_zero::vote (x)", RuntimeError("closed")))
+    finally:
+        observe.set_long_wait("")
 
 
 def test_a_standing_travels_as_it_is() -> None:

@@ -10,14 +10,14 @@ Case = dict[str, Any]
 DEFAULTS: Case = {
     "world": 2,  # ranks
     "config": {},
-    "model": "plain",  # or "sparse", "unused", "frozen": see Net in the worker
+    "model": "plain",  # or "sparse", "unused", "frozen": see Net in the worker; "hf", "tied": transformers' from_config
     "client_optimizer": None,  # a class of torch.optim, or "callable" and a class
     "client_scheduler": None,  # "lambda", "step", "callable"
     "scheduler_by_hand": False,  # the script steps the client's scheduler itself, too
     "groups": None,  # "decay", "rates": two param groups
     "parameters": True,  # model_parameters is given
     "rows": 0,  # of training_data; 0 is no training_data
-    "zero_init": False,  # the model is made inside zero.Init
+    "zero_init": False,  # the model is made inside zero.Init, or while HfDeepSpeedConfig lives
     "every": 0,  # micro-steps between updates of a script that counts by itself; 0 is gradient_accumulation_steps
     "loop": "plain",  # "boundary" (set_gradient_accumulation_boundary, step at boundaries), "no_sync"
     "factor": 1.0,  # of the loss, in the micro-steps "factor_at", on rank 0
@@ -199,7 +199,7 @@ OTHERS: list[Callable[[random.Random, Case], None]] = [
     _key("communication_data_type", "fp32", "bf16", "fp16"),
     _key("seq_parallel_communication_data_type", "fp32", "bf16"),
     _key("gradient_allreduce_op", "sum", "mean"),
-    _option("model", "sparse", "unused", "frozen"),
+    _option("model", "sparse", "unused", "frozen", "hf", "tied", "hf"),
     lambda random_, case: case["config"].update(data_types={"grad_accum_dtype": random_.choice(["fp32", "bf16", "fp16"])}),
     _key("wall_clock_breakdown", True),
     _key("steps_per_print", 1, 2),
@@ -239,6 +239,7 @@ def draw(random_: random.Random) -> Case:
         config["zero_optimization"] = zero_of(random_)
     for change in random_.sample(OTHERS, random_.randint(1, 5)):
         change(random_, case)
+    case["zero_init"] = config.get("zero_optimization", {}).get("stage") == 3 and random_.random() < 0.4
     precision = random_.choice(["fp32", "fp32", "fp16", "bf16"])
     if precision != "fp32":
         config[precision] = fp16_of(random_, case) if precision == "fp16" else bf16_of(random_, case)

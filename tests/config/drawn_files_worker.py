@@ -79,8 +79,8 @@ def groups_of(model: nn.Module, kind: str | None) -> Any:
     params = [p for p in model.parameters() if p.requires_grad]
     if kind is None:
         return params
-    low = [p for p in params if p.dim() < 2]
-    high = [p for p in params if p.dim() >= 2]
+    low = [p for p in params if len(getattr(p, "ds_shape", p.shape)) < 2]  # inside zero.Init DeepSpeed's own are empty
+    high = [p for p in params if len(getattr(p, "ds_shape", p.shape)) >= 2]
     return [{"params": high, "weight_decay": 0.1}, {"params": low, "weight_decay": 0.0, **({"lr": 5e-3} if kind == "rates" else {})}]
 
 
@@ -146,9 +146,12 @@ class Run:
         case = self.case
         torch.manual_seed(3)
         config = json.loads(json.dumps(case["config"]).replace("FOLDER", str(self.folder)))
-        if case["zero_init"]:
+        if case["model"] in ("hf", "tied"):
+            model = self.from_config(config)
+        elif case["zero_init"]:
             with deepspeed.zero.Init(config_dict_or_path=config):
                 model = Net(case["model"])
+            self.fill(model)  # DeepSpeed draws 16-bit numbers there
         else:
             model = Net(case["model"])
         optimizer = client_optimizer(case, model)
@@ -158,6 +161,34 @@ class Run:
         if case["rows"]:
             given["training_data"] = Rows(case["rows"])
         self.engine, self.optimizer, self.loader, self.scheduler = deepspeed.initialize(model=model, config=config, **given)
+
+    @staticmethod
+    def fill(model: nn.Module) -> None:
+        """Give each parameter values that bf16 has too."""
+        made = torch.Generator().manual_seed(9)
+        for param in model.parameters():
+            with deepspeed.zero.GatheredParameters([param], modifier_rank=0), torch.no_grad():
+                param.copy_((torch.randint(-64, 65, param.shape, generator=made) / 256).to(param.dtype))
+
+    def from_config(self, config: dict[str, Any]) -> nn.Module:
+        """Return a model of transformers, made as its page on DeepSpeed without Trainer does."""
+        from transformers import AutoModelForCausalLM, LlamaConfig
+        from transformers.integrations import HfDeepSpeedConfig
+
+        shape = LlamaConfig(
+            vocab_size=WORDS, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+            max_position_embeddings=16, tie_word_embeddings=self.case["model"] == "tied", bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        )  # fmt: skip
+        self.hf_config = HfDeepSpeedConfig(config) if self.case["zero_init"] else None
+        model = AutoModelForCausalLM.from_config(shape)
+        self.hf_config = None  # else the next model of this process is sharded too
+        self.fill(model)
+        return model  # type: ignore[no-any-return]
+
+    def loss_of(self, ids: torch.Tensor, labels: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        if self.case["model"] in ("hf", "tied"):
+            return self.engine(input_ids=ids, labels=labels).loss * factor
+        return self.engine(ids, labels, factor)
 
     def batches(self) -> Any:
         if self.loader is not None:
@@ -187,7 +218,7 @@ class Run:
             factor = case["factor"] if self.micro in case["factor_at"] and self.rank == 0 else 1.0
             quiet = case["loop"] == "no_sync" and not last
             with engine.no_sync() if quiet else contextlib.nullcontext():
-                loss = engine(ids, labels, factor)
+                loss = self.loss_of(ids, labels, factor)
                 engine.backward(loss)
             row = {"loss": float(loss), "ids": ids.flatten().tolist(), "boundary": read(engine.is_gradient_accumulation_boundary)}
             if case["loop"] == "plain" or last:
@@ -210,7 +241,7 @@ class Run:
             if case["eval_every"] and self.micro % case["eval_every"] == 0:
                 engine.eval()
                 with torch.no_grad():
-                    row["eval"] = float(engine(ids, labels))
+                    row["eval"] = float(self.loss_of(ids, labels))
                 engine.train()
 
     def weights(self) -> dict[str, Any]:
@@ -304,6 +335,8 @@ def main() -> None:
     cases, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     if "hf_zero" in sys.modules:  # once, not in each rank
         importlib.import_module("hf_zero.deepspeed.initialize")
+    if any(case["model"] in ("hf", "tied") for case in cases.values()):
+        importlib.import_module("transformers.models.llama.modeling_llama")
     for name, case in cases.items():
         children, port = [], free_port()
         for rank in range(case["world"]):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_zero.core.schedule import gathered_parameters
+from hf_zero.core.units import checksums
 from hf_zero.errors import StateError
 from tests import pretend
 from tests.support import ranks
@@ -280,21 +280,21 @@ def test_a_model_unwrapped_for_generation(stage: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.complex64])
 def test_a_checksum_on_a_device_sees_an_order(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     for piece in (1 << 22, 7):
-        monkeypatch.setattr(gathered_parameters, "_PIECE", piece)
+        monkeypatch.setattr(checksums, "_PIECE", piece)
         values = torch.arange(40).to(dtype)
         swapped = values.clone()
         swapped[[3, 30]] = swapped[[30, 3]]
         zeros = torch.zeros(40, dtype=dtype)
         moved = [zeros.index_fill(0, torch.tensor([place]), 1) for place in range(40)]
-        sums = [gathered_parameters._sum_of_places(tensor) for tensor in (values, values.flip(0), swapped, zeros, zeros[1:], *moved)]
+        sums = [checksums._sum_of_places(tensor) for tensor in (values, values.flip(0), swapped, zeros, zeros[1:], *moved)]
         assert len(set(sums)) == len(sums)
-        assert gathered_parameters._sum_of_places(values.clone()) == sums[0]
+        assert checksums._sum_of_places(values.clone()) == sums[0]
 
 
 def _another_order() -> list[int]:
     """Checksums, on a device, of a tensor and of the same rows in another order."""
     values = torch.arange(12.0, device=ranks.device())
-    return [gathered_parameters.checksum(tensor) for tensor in (values, values.clone(), values.flip(0))]
+    return [checksums.checksum(tensor) for tensor in (values, values.clone(), values.flip(0))]
 
 
 @pytest.mark.skipif(bool(pretend.missing()), reason=pretend.missing())

@@ -36,6 +36,7 @@ FAILURES = {
     "ends-1": "sys.exit(3)",
     "stops-0": "raise KeyboardInterrupt",
     "stops-1": "while not os.path.exists(f'{folder}/errors/stops/0/error.json'):\n    time.sleep(0.01)\n" + NETWORK,
+    "waits-1": "from hf_zero import observe\nobserve.set_long_wait('rank 1 waits. Not come: rank 0 is at a.py:1')\n" + NETWORK,
     "apart-0": "raise ValueError('the same words')",
     "apart-1": "\nraise ValueError('the same words')",
     "script-0": "raise ValueError('on all ranks')",
@@ -76,6 +77,11 @@ def test_the_first_failure_is_that_of_the_rank_that_failed(ended: dict[str, Ende
     assert told(ended["cause-1"])[1] < told(ended["cause-0"])[1]
     assert "Traceback" in ended["cause-1"].err and "Traceback" not in ended["cause-0"].err, "only one of the two has a cause to show"
     assert "CollectiveError: others are gone" in ended["cause-0"].err
+
+
+def test_a_collective_of_the_script_that_fails_tells_whom_it_waited_for(ended: dict[str, Ended]) -> None:
+    reason = "Connection closed by peer. Before that, rank 1 waits. Not come: rank 0 is at a.py:1."
+    assert told(ended["waits-1"])[0].endswith(reason) and reason in ended["waits-1"].err
 
 
 def test_a_wrong_key_is_its_message_and_the_line_of_the_script(ended: dict[str, Ended]) -> None:

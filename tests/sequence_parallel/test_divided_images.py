@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_zero.errors import UnsupportedError
+from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.integrations.ulysses import UlyssesSPAttentionHF
 from hf_zero.sequence_parallel.batches import UlyssesSPDataLoaderAdapter
 from hf_zero.sequence_parallel.forward import bound_forwards
@@ -113,6 +113,31 @@ def test_features_that_do_not_fit_together_are_one_error_on_all_ranks() -> None:
     assert "got from Padded.get_image_features" in first
     assert "[2] rows of [3, 4]" in first
     assert "[2] rows of [4, 4]" in first
+
+
+def fails_on_one_rank() -> str:
+    """Return the error of a forward whose tower fails on rank 1 alone."""
+    make, _, tower = multimodal.MODELS["qwen2_5_vl"]
+    model = multimodal.seeded(make)
+    mpu = UlyssesSPAttentionHF.register_with_transformers(model, None, ranks.world(), 2)
+    assert mpu is not None
+
+    def fail(*_: Any) -> None:
+        if ranks.rank() == 1:
+            raise ValueError("a corrupt image")
+
+    model.get_submodule(tower).register_forward_pre_hook(fail)
+    batch, group = uneven(torch.Generator().manual_seed(4)), mpu.get_sequence_parallel_group()
+    part = next(iter(UlyssesSPDataLoaderAdapter([batch], ranks.rank(), group, ranks.world(), "cpu")))
+    with pytest.raises((StateError, ValueError)) as raised:
+        loss_over_slices(model, part, group)
+    return str(raised.value)
+
+
+def test_a_rank_whose_images_fail_is_named_on_the_others() -> None:
+    other, own = ranks.run_ranks(fails_on_one_rank, 2)
+    assert own == "a corrupt image"
+    assert "get_image_features failed for the images of rank 1 of the group" in other and "ValueError: a corrupt image" in other
 
 
 def test_arguments_of_masks_keep_older_names() -> None:

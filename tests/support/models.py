@@ -260,8 +260,8 @@ CASES: dict[str, ModelCase] = {
 
 
 # Messages of the vote before each update, 4 each: a digest of equal values, twice, whether gradients were written, a signal, waiting
-# gradients.
-STEP_VOTE_BYTES = 20
+# gradients, and whether parameters were written.
+STEP_VOTE_BYTES = 24
 
 
 class TwoBlocks(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "beft": ("BeftConfig", {"target_modules": ["v_proj"]}),
     "frod": ("FrodConfig", {"target_modules": MODULES}),
     "supertuning": ("SupertuningConfig", {"target_modules": MODULES, "sparsity": 0.9}),
+    "shadow": ("ShadowConfig", {}),
     "cartridge": ("CartridgeConfig", {"num_virtual_tokens": 4}),
 }  # fmt: skip
 LORA = tuple(name for name, (kind, _) in KINDS.items() if kind == "LoraConfig")
@@ -89,7 +91,7 @@ def config_of(kind: str, task: str) -> Any:
     import peft
 
     name, options = KINDS[kind]
-    options = dict(options)
+    options = copy.deepcopy(options)  # PEFT adds to its lists
     if task == "SEQ_CLS" and "lm_head" in options.get("modules_to_save", ()):
         options["modules_to_save"] = ["score", *options["modules_to_save"][1:]]
     return getattr(peft, name)(task_type=task, **options)

@@ -314,6 +314,7 @@ def outcome_of(result_of: Callable[..., Any], *given: Any) -> Any:
     try:
         return result_of(*given)
     except Exception as error:
+        traceback.print_exc()  # for the report of a run in which the other rank hangs
         where = traceback.extract_tb(error.__traceback__)[-1]
         return f"{type(error).__name__}: {str(error)[:400]} ({where.filename.rsplit('/', 2)[-1]}:{where.lineno})"
 

@@ -96,7 +96,9 @@ def arguments_of(run: Drawn, models: Path, folder: Path, zero: bool) -> Any:
         options["train_sampling_strategy"] = "group_by_length"
     if run["precision"] != "fp32" and zero:
         options |= {run["precision"]: True, "use_cpu": True}
-    options["ddp_find_unused_parameters"] = run["made"] == "two" or run["model"] == "mixtral" or run["adapter"] in drawn_adapters.PROMPTS
+    options["ddp_find_unused_parameters"] = (
+        run["made"] == "two" or run["model"] == "mixtral" or run["adapter"] in (*drawn_adapters.PROMPTS, "shadow")
+    )
     deepspeed: Any = None
     if zero:
         deepspeed = given(run, folder)
@@ -135,6 +137,8 @@ def trainer_of(run: Drawn, models: Path, folder: Path, zero: bool) -> Any:
     chats = run["form"] == "chats"
     train = stored(inputs.rows_of(form, "train", chats), folder / "data")
     held = inputs.rows_of(form, "held", chats) if run["eval_strategy"] != "no" or run["habit"] == "completions" else None
+    if held is not None:
+        held = stored(held, folder / "held")
     if run["form"] == "iterable":
         train = train.to_iterable_dataset()
     torch.manual_seed(13)
@@ -233,6 +237,7 @@ def files_of(folder: Path) -> dict[str, Any]:
 
 def compared(run: Drawn, models: Path, folder: Path) -> list[str]:
     """Run under DDP and under ZeRO inside ranks; return the differences."""
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder / "extensions")  # BOFT builds one: a killed run would leave its lock to all others
     with trainers.clean_state(), drawn_adapters.tokens_on_the_host():
         plain, zero = (drawn_runs.outcome_of(result_of, run, models, folder / name, name == "zero") for name in ("ddp", "zero"))
     if lines := drawn_runs.errors_of(plain, zero):

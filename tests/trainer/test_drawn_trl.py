@@ -50,10 +50,11 @@ def test_frozen_weights_of_an_adapter_are_saved(case: tuple[str, str, str], mode
 
 # Adapters that take the shape of their layer, copy it, decompose its weight, or sort its values.
 READ = [("loha", "by the trainer"), ("layer norms", "loaded"), ("osf", "before"), ("delora", "before"), ("tiny", "before"),
-        ("deft", "before"), ("supertuning", "before"), ("adalora", "before"), ("trainable tokens", "before")]  # fmt: skip
+        ("deft", "before"), ("supertuning", "before"), ("adalora", "before"), ("trainable tokens", "before"),
+        ("frod", "by the trainer")]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", slow_but(READ, *READ[:3]), ids=" ".join)
+@pytest.mark.parametrize("case", slow_but(READ, *READ[:3], READ[-1]), ids=" ".join)
 def test_adapters_that_read_their_layer_train_at_stage_3(case: tuple[str, str], models: Path, tmp_path: Path) -> None:
     adapter, made = case
     assert not _differences(full({"trainer": "sft", "adapter": adapter, "made": made, "stage": 3}), models, tmp_path)

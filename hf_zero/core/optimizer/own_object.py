@@ -19,7 +19,7 @@ from hf_zero.core.optimizer import step_hooks
 from hf_zero.core.optimizer.clones import clone, options_of
 from hf_zero.core.optimizer.master_parts import MasterPart, MasterParts, RestingParam
 from hf_zero.core.optimizer.script_states import foreign_state
-from hf_zero.core.schedule.gathered_parameters import checksum
+from hf_zero.core.units.checksums import checksum
 from hf_zero.core.units.parts import PartOfGradient, warns_of_norms
 from hf_zero.core.units.registration import network_of_loose, noted_loose
 from hf_zero.core.units.unit import Unit, find_unit, is_sharded, trained_of

@@ -21,7 +21,7 @@ from hf_zero.core.step.grad_norm import clip_factor, first_non_finite, global_no
 from hf_zero.core.step.precision import LossScaler
 from hf_zero.core.step.spikes import StepWatch
 from hf_zero.core.step.trained_set import TrainedUnits
-from hf_zero.core.step.written import WrittenValues, have_written, note_added, parts_differ, refuse_added, saved_empty, take_written
+from hf_zero.core.step.written import WrittenValues, have_written, note_added, refuse_added, saved_empty, take_written
 from hf_zero.core.units.unit import Unit, trained_of
 from hf_zero.core.units.values import adopt_writes, agree_on_scales, all_gather_updated, publish
 from hf_zero.errors import StateError, UnsupportedError
@@ -254,8 +254,8 @@ class Stepper:
             StateError: On every rank, if some ranks do something else.
         """
         if self.everyone.world > 1:
-            more = (self._may_skip_late, self.runtime.draws is not None, parts_differ(self.collectives.data, self.everyone))
-            agree(self.everyone, [same_call(what)], [0] * (_ANSWERS + sum(more)))
+            more = (self._may_skip_late, self.runtime.draws is not None)
+            agree(self.everyone, [same_call(what)], [0] * (_ANSWERS + sum(more) + 1))
 
     def _has_changed(self) -> bool:
         """Return whether the gradients have changed since ``measure`` took their norm, or may have; local."""

@@ -14,6 +14,8 @@ from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.schedule.read_gradients import ShownGradients
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.step.agreement import Alike, agree
+from hf_zero.core.units.checksums import checksum
+from hf_zero.core.units.layout import UnitState
 from hf_zero.core.units.marks import is_part, tp_shard_of
 from hf_zero.core.units.registration import loose_params, take_written_loose
 from hf_zero.core.units.sharded_parameter import gradients_of, refusal, set_gradient
@@ -209,9 +211,14 @@ class WrittenValues:
     differ too. The vote then finds whether any rank has written or refused something. If so, the ranks exchange their records, and each
     record must be the same on all ranks that hold the same part of the parameter.
 
+    [Note: written whole] A rank may write to a parameter that all ranks have whole, and write the former values back (an evaluation with
+    averaged weights on rank 0). So records of such writes hold no values: if the vote finds that any rank has written, the ranks compare
+    the present values. Different values are an error where the optimizer's state is sharded: each element would take the value of the
+    rank that owns it. At stage 0 each rank keeps its own values, as under DDP.
+
     Attributes:
         refused: Error of a write that is refused; empty if there is none.
-        noted: Answer of this rank for the vote, whether it has refused or recorded writes; empty if all ranks hold the same parameters.
+        noted: Answer of this rank for the vote, whether the ranks must exchange records or compare present values.
 
     Args:
         units: All units of the engine, in the same order on all ranks that hold them.
@@ -225,6 +232,7 @@ class WrittenValues:
         self.refused = refused
         self._units, self._network = units, network
         self._records: dict[str, int] = {}
+        self._touched = set[str]()
         for unit in units:
             try:
                 adopt_writes(unit, idle)
@@ -233,11 +241,14 @@ class WrittenValues:
                 self.refused = self.refused or str(error)
             found = sorted(unit.written.take().items())
             self._records.update({_part_of(unit.layout.slots[index].name, unit.params[index]): record for index, record in found})
+            if unit.written.touched:
+                self._touched.update(unit.written.touched)
+                unit.written.touched.clear()
         written = take_written_loose(network)
         loose = dict(loose_params(network)) if written else {}
         self._records.update({_part_of(name, loose.get(name)): record for name, record in sorted(written.items())})
         self._apart = parts_differ(network, everyone)
-        self.noted = [int(bool(self.refused or self._records))] if self._apart else []
+        self.noted = [int(bool(self.refused or self._records if self._apart else self._touched))]
 
     def alike(self) -> list[Alike]:
         """Return the digest as a fact for a vote, with an error that names parameter and ranks; empty if ranks hold other parameters."""
@@ -257,6 +268,8 @@ class WrittenValues:
         """Compare the records of all ranks if ``noted``, the vote's answer to this object's, says that a rank has any; collective."""
         if any(noted):
             self.compare(collectives)
+            if not self._apart:
+                self._compare_values(collectives)
 
     def compare(self, collectives: Collectives) -> None:
         """Compare the records of all ranks, [Note: written parts]; collective.
@@ -277,14 +290,24 @@ class WrittenValues:
             records = {rank: by_rank[rank][1].get(part) for rank in holders}
             if len(set(records.values())) > 1:
                 first = next(record for record in records.values() if record is not None)
-                ranks = ", ".join(str(rank) for rank, record in records.items() if record == first)
-                inside = "" if self._apart else ", or inside `with hf_zero.zero.GatheredParameters([parameter], modifier_rank=0):`"
-                raise StateError(
-                    f"parameter {part} was written on rank(s) {ranks} of {len(by_rank)}, and not written, or written with other values or "
-                    "at another time, on the remaining ranks that hold it: the ranks would train different models. Write the same values "
-                    f"on all ranks{inside}. If an optimizer of the script's own updates it, its gradient is each rank's own: put the "
-                    "parameter into a param group of engine.optimizer, or average the gradient over ranks first"
-                )
+                writers = [rank for rank, record in records.items() if record == first]
+                raise _written_apart(part, writers, len(by_rank), self._apart)
+
+    def _compare_values(self, collectives: Collectives) -> None:
+        """Compare the present values of the parameters that any rank has written, [Note: written whole]; collective.
+
+        Raises:
+            StateError: On all ranks, if ranks have different values.
+        """
+        by_rank: list[list[str]] = collectives.gather_objects(sorted(self._touched), "written parameters")
+        names = dict.fromkeys(name for line in by_rank for name in line)
+        whole = [unit for unit in self._units if unit.state is UnitState.UNSHARDED]
+        views = {slot.name: (unit, index) for unit in whole for index, slot in enumerate(unit.layout.slots) if slot.name in names}
+        sums = {name: checksum(unit.whole.view(index)) for name, (unit, index) in views.items()}
+        found: list[list[int | None]] = collectives.gather_objects([sums.get(name) for name in names], "written parameters")
+        for name, *values in zip(names, *found, strict=True):
+            if len({value for value in values if value is not None}) > 1:
+                raise _written_apart(name, [rank for rank, line in enumerate(by_rank) if name in line], len(by_rank), False)
 
     def _held(self) -> Iterator[str]:
         """Yield the parts of parameters that this rank holds."""
@@ -314,6 +337,18 @@ def parts_differ(data: Collectives, everyone: Collectives) -> bool:
         everyone: Network of all ranks of the engine.
     """
     return everyone.world != data.world or data.topology.expert is not None
+
+
+def _written_apart(part: str, writers: Sequence[int], world: int, apart: bool) -> StateError:
+    """Return the error of a parameter that ranks have written with different values; ``apart``: ranks hold different parts of the model."""
+    inside = "" if apart else ", or inside `with hf_zero.zero.GatheredParameters([parameter], modifier_rank=0):`"
+    return StateError(
+        f"parameter {part} was written on rank(s) {', '.join(map(str, writers))} of {world}, and not written, or written with other values "
+        "or at another time, on the remaining ranks that hold it: the ranks would train different models. Write the same values "
+        f"on all ranks{inside}. If an optimizer of the script's own updates it, its gradient is each rank's own: put the "
+        "parameter into a param group of engine.optimizer, or average the gradient over ranks first. nn.Embedding(max_norm=...) writes the "
+        "rows that its rank looks up: normalize them in the forward instead (torch.nn.functional.normalize), or all rows after step()"
+    )
 
 
 def _part_of(name: str, param: torch.Tensor | None) -> str:

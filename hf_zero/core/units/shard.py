@@ -390,9 +390,13 @@ class NotedWrites(Generic[Key]):
 
     A record depends on the written values and on the number of looks before the write: two ranks that have written the same values, one
     before a forward and the other after it, have different records.
+
+    Attributes:
+        touched: Names of written parameters that every rank has whole: ``WrittenValues`` takes them, and compares the present values.
     """
 
     def __init__(self) -> None:
+        self.touched: set[str] = set()
         self._sums: dict[Key, int] = {}
         self._looks: Counter[Key] = Counter()
 
@@ -405,9 +409,9 @@ class NotedWrites(Generic[Key]):
         if checksum is not None:
             self._sums[key] = zlib.crc32(repr((self._sums.get(key), self._looks[key], checksum)).encode())
 
-    def add(self, key: Key) -> None:
-        """Record that a parameter was written in a forward, where the values may depend on the rank's data."""
-        self._sums.setdefault(key, 0)
+    def add(self, key: Key, checksum: int) -> None:
+        """Record the ``checksum`` of a parameter that was written in a forward, where a rank may have run more forwards than others."""
+        self._sums[key] = checksum
 
     def record(self, key: Key) -> int | None:
         """Return the record of a parameter; None if there is none."""

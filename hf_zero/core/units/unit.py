@@ -16,6 +16,7 @@ from hf_zero import observe
 from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.comm.quantized import BlockCodes, Codes, Float8Codes
 from hf_zero.core.units.alone import AloneParams
+from hf_zero.core.units.checksums import checksum
 from hf_zero.core.units.layout import FROZEN, UnitLayout, UnitState
 from hf_zero.core.units.marks import ParamListener, is_wrapped
 from hf_zero.core.units.shard import ON_DEVICE, Derived, NotedWrites, OwnPart, SecondaryCopy, ShardStorage, require_memory
@@ -367,7 +368,7 @@ class Unit:
         counted = set[int]()
         for index, value in self.whole.written_values():
             counted.add(index)
-            self.written.add(index)
+            self.written.add(index, checksum(value))
             if not self.exact and self.whole.holds(value):  # for codes: an element that still equals its code's value was not written
                 own, coded_own = self.shard_part(index, self.shard), self.shard_part(index, self.codes.coded(self.shard))
                 part = self.layout.slots[index].range.intersect(self.owned).shift(-self.layout.slots[index].offset)

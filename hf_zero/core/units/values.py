@@ -114,6 +114,8 @@ def adopt_writes(unit: Unit, idle: bool = True) -> None:
         return
     assigned, written = unit.whole.adopt(idle, partial(separate, unit))
     _refuse_shared(unit)
+    if (assigned or written) and unit.trainable and unit.layout.world > 1:
+        unit.written.touched.update(slot.name for slot in (*assigned, *written))
     if unit.reshards and unit.exact:
         _adopt_own(unit)
     if assigned or written or (unit.trainable and _is_beside(unit)):

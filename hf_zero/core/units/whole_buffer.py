@@ -234,7 +234,7 @@ class WholeBuffer:
         pairs = zip(self._params, self._views, strict=True) if self._shown is Shown.VALUES else ()
         return any(param is not None and view.numel() and param.data_ptr() != view.data_ptr() for param, view in pairs)
 
-    def adopt(self, idle: bool = True, separate: Callable[[], None] | None = None) -> tuple[bool, bool]:
+    def adopt(self, idle: bool = True, separate: Callable[[], None] | None = None) -> tuple[list[ParamSlot], list[ParamSlot]]:
         """Copy the values of parameters that were pointed at other memory (``param.data = value``), and point them at their views again.
 
         Args:
@@ -242,13 +242,14 @@ class WholeBuffer:
             separate: Called before the first copy, to copy values out of memory that this method overwrites.
 
         Returns:
-            Whether any parameter had other memory; whether one was written in place since its values were shown (writes to ``.data`` are
-            not detected).
+            Slots of the parameters that had other memory, and of those written in place since their values were shown (writes to
+            ``.data`` are not detected).
 
         Raises:
             StateError: The other memory has another shape, or it is not ``idle`` and the values differ.
         """
-        assigned = written = False
+        assigned: list[ParamSlot] = []
+        written: list[ParamSlot] = []
         start, width = self.flat.data_ptr(), self.flat.element_size()
         for param, view, slot, version in zip(self._params, self._views, self._layout.slots, self._noted(), strict=True):
             if param is None:
@@ -263,8 +264,9 @@ class WholeBuffer:
                     raise _needed(slot.name)
                 view.copy_(param.data)
                 param.data = view
-                assigned = True
-            written = written or version not in (None, param._version)
+                assigned.append(slot)
+            if version not in (None, param._version):
+                written.append(slot)
         return assigned, written
 
     def require_adoptable(self) -> None:
