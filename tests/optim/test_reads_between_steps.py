@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -78,3 +80,24 @@ def test_a_step_that_requires_a_closure_is_refused() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(UnsupportedError, match=r"Evaluating.step\(\) requires 'closure', but the engine calls it without arguments"):
         needs_whole_tensors(Evaluating(model.parameters(), lr=0.1), all_here=True)
+
+
+def _copied() -> None:
+    model = nn.Linear(4, 3)
+    engine, optimizer, *_ = hf_zero.initialize(
+        model=model,
+        model_parameters=model.parameters(),
+        config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}, "optimizer": {"type": "AdamW"}},
+    )
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    part = optimizer.param_groups[0]["params"][0]
+    values = part.detach().clone()
+    copied = copy.deepcopy(optimizer.param_groups)[0]["params"][0], pickle.loads(pickle.dumps(part))
+    assert all(type(one) is nn.Parameter and torch.equal(one, values) and one.grad is None for one in copied)
+    engine.step()
+    assert all(torch.equal(one, values) for one in copied) and not torch.equal(part, values)
+    engine.destroy()
+
+
+def test_copies_of_param_groups_are_ordinary_parameters() -> None:
+    ranks.run_ranks(_copied, 2)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from hf_zero.core.units.layout import UnitState
+from hf_zero.core.units.sharded_parameter import is_as_torch_has_it
 from hf_zero.core.units.unit import Unit
 from hf_zero.core.units.values import own_part_changed
 from hf_zero.errors import StateError
@@ -35,7 +36,7 @@ def _refuse_gradients(part: Any) -> None:
     Raises:
         StateError: They do.
     """
-    if _keeper(part).waits():
+    if _keeper(part).waits() and not is_as_torch_has_it():
         raise StateError(
             "a script asked for gradients of the tensors in optimizer.param_groups between backward and step(): they are parts of masters, "
             "which have gradients only inside of step(). Do the work in step(), or use hf_zero.utils.safe_get_full_grad, or param.grad of "
@@ -72,6 +73,17 @@ class MasterPart(nn.Parameter):
         """Copy ``value`` into the master: other memory would be no part of it."""
         if value is not (shown := _shown(self)):
             shown.copy_(value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Return an ordinary parameter with the values: a copy is no part of a master."""
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(_shown(self).clone(), requires_grad=False)
+        copied: nn.Parameter = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return a recipe for an ordinary parameter with the values."""
+        return nn.Parameter(_shown(self), requires_grad=False).__reduce_ex__(protocol)
 
 
 class RestingParam(nn.Parameter):

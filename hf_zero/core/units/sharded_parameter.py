@@ -194,6 +194,11 @@ def as_torch_has_it() -> Iterator[None]:
         _quiet.pop()
 
 
+def is_as_torch_has_it() -> bool:
+    """Return whether ``param.grad`` is torch's own now, see ``as_torch_has_it``."""
+    return bool(_quiet)
+
+
 def set_gradient(param: torch.Tensor, value: torch.Tensor | None) -> None:
     """Set torch's own ``param.grad``; ``gradients_of`` reads it."""
     with _WITHOUT_FUNCTION():
