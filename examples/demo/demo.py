@@ -124,7 +124,8 @@ def held_bytes() -> int:
 
     gc.collect()
     tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
-    tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+    with torch._C.DisableTorchFunctionSubclass():  # the engine refuses gradients of optimizer.param_groups before a step: it has none there
+        tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
     storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu"]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 

@@ -117,7 +117,9 @@ def _live_bytes() -> int:
     for candidate in gc.get_objects():
         if not issubclass(type(candidate), torch.Tensor):
             continue
-        for tensor in (candidate, candidate.grad if candidate.is_leaf else None):
+        with torch._C.DisableTorchFunctionSubclass():  # tensors of optimizer.param_groups refuse to show gradients before a step
+            grad = candidate.grad if candidate.is_leaf else None
+        for tensor in (candidate, grad):
             if tensor is not None:
                 storage = tensor.untyped_storage()
                 storages[storage._cdata] = storage.nbytes()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from hf_zero.core.units.layout import UnitState
-from hf_zero.core.units.sharded_parameter import is_as_torch_has_it
+from hf_zero.core.units.sharded_parameter import quiet
 from hf_zero.core.units.unit import Unit
 from hf_zero.core.units.values import own_part_changed
 from hf_zero.errors import StateError
@@ -24,7 +24,7 @@ _OF_SHAPE_NAMES = frozenset(
         "__get__", "__set__", "size", "dim", "numel",
         "nelement", "stride", "is_contiguous", "is_floating_point", "is_complex", "element_size", "__len__",
         "__repr__", "__hash__", "get_device", "zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty",
-        "new_full", "new_tensor", "requires_grad_", "__reduce_ex__", "is_inference",
+        "new_full", "new_tensor", "requires_grad_", "__reduce_ex__", "is_inference", "untyped_storage", "data_ptr",
     )
 )  # fmt: skip
 _SHOWN, _KEEPER = "_hf_zero_shown", "_hf_zero_keeper"  # attributes of a part: the tensor that ``data`` returns; the part's ``MasterParts``
@@ -36,7 +36,7 @@ def _refuse_gradients(part: Any) -> None:
     Raises:
         StateError: They do.
     """
-    if _keeper(part).waits() and not is_as_torch_has_it():
+    if _keeper(part).waits() and not quiet:
         raise StateError(
             "a script asked for gradients of the tensors in optimizer.param_groups between backward and step(): they are parts of masters, "
             "which have gradients only inside of step(). Do the work in step(), or use hf_zero.utils.safe_get_full_grad, or param.grad of "

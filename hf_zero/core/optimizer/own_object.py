@@ -22,6 +22,7 @@ from hf_zero.core.optimizer.script_states import foreign_state
 from hf_zero.core.units.checksums import checksum
 from hf_zero.core.units.parts import PartOfGradient, warns_of_norms
 from hf_zero.core.units.registration import network_of_loose, noted_loose
+from hf_zero.core.units.sharded_parameter import OWNER
 from hf_zero.core.units.unit import Unit, find_unit, is_sharded, trained_of
 from hf_zero.core.units.values import publish
 from hf_zero.errors import StateError
@@ -201,7 +202,7 @@ class OwnObject:
         """Return the text of an error if ``state`` has entries of the model's parameters, in whose place the groups hold flat parts of
         masters; "" if not. Local: a pipeline has each parameter on some ranks only.
         """
-        return next((text for key in self._inner.state if (text := foreign_state(key))), "")  # runs in each step
+        return next((foreign_state(key) for key in self._inner.state if getattr(key, OWNER, None) is not None), "")  # runs in each step
 
     def _for_scripts(self, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
         weak = ref(self)

@@ -181,22 +181,17 @@ def _attempt(func: Any) -> str:
     return f"{getattr(func, '__name__', str(func)).split('.')[0]} was called with its values"
 
 
-_quiet: list[None] = []  # not empty while code runs that wants gradients as torch has them
+quiet: list[None] = []  # not empty while code runs that wants gradients as torch has them
 
 
 @contextmanager
 def as_torch_has_it() -> Iterator[None]:
     """Let ``param.grad`` be torch's own inside the ``with``: for code that clears gradients, or asks only whether there are any."""
-    _quiet.append(None)
+    quiet.append(None)
     try:
         yield
     finally:
-        _quiet.pop()
-
-
-def is_as_torch_has_it() -> bool:
-    """Return whether ``param.grad`` is torch's own now, see ``as_torch_has_it``."""
-    return bool(_quiet)
+        quiet.pop()
 
 
 def set_gradient(param: torch.Tensor, value: torch.Tensor | None) -> None:
@@ -242,7 +237,7 @@ class _Waiting:
 
 def _training_of(param: Any) -> Any:
     """Return the engine of a parameter, see ``Unit.belongs_to``; None without one, and if torch's own gradient is wanted."""
-    owner = None if _quiet else vars(param).get(OWNER)
+    owner = None if quiet else vars(param).get(OWNER)
     return owner[0].belongs_to() if owner is not None and owner[0].belongs_to is not None else None
 
 
