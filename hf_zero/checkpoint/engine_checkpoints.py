@@ -347,6 +347,8 @@ class EngineCheckpoints:
                 "micro_steps": engine.accumulation.micro_steps,
             },
             averages=averages,
+            joinable=engine.stepper.trained.joinable() if engine.stepper is not None else (),
+            join=engine.stepper.trained.join if engine.stepper is not None else lambda _names: None,
             spikes=engine.spikes if engine.spikes.compares else None,
         )
 

@@ -173,7 +173,7 @@ class Side:
         }
         return {"params": params, "states": states}
 
-    def load(self, saved: dict[str, Any], what: str, lacking: set[str]) -> None:
+    def load(self, saved: dict[str, Any], what: str) -> None:
         self.model.load_state_dict(saved["params"])
         if what != "all":
             return
@@ -181,7 +181,7 @@ class Side:
         for name, param in self.model.named_parameters():
             self.optimizer.state.pop(param, None)
             state = saved["states"].get(name)
-            if state and param in listed and name not in lacking:
+            if state and param in listed:
                 self.optimizer.state[param] = {key: value.clone() for key, value in state.items()}
 
 
@@ -265,9 +265,7 @@ def expected_of(run: Drawn) -> dict[str, Any]:
         side = Side(run, 1, run["load"] == "save")
         if run["load"] == "events":
             side.change("first", "second")
-    # A parameter that no update has trained in the new engine has no state there, and a warning says so.
-    untrained = {name for name, param in side.model.named_parameters() if not param.requires_grad and run["load"] in ("start", "save")}
-    side.load(saved, run["what"], untrained)
+    side.load(saved, run["what"])
     found["loaded"] = side.saved()["params"]
     if run["load"] == "start":
         side.change("first", "second")

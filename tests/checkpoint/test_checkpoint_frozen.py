@@ -19,6 +19,7 @@ from tests.support import ranks
 RUN = {"precision": "fp32", "optimizer": "sgd", "given": "all", "offload": None, "what": "all", "second": "none"}
 CASES: dict[str, dict[str, Any]] = {
     "a part of a frozen layer is unfrozen": {"frozen": "blocks", "first": "unfreeze part", "load": "start", "to stage": 1},
+    "a layer resumes after it was unfrozen": {"frozen": "blocks", "first": "unfreeze blocks.0", "load": "events", "to stage": 3},
     "a trained head is replaced": {"frozen": "nothing", "first": "replace head", "load": "same", "to stage": 3},
     "a frozen head with a tied weight is replaced": {"frozen": "head", "first": "replace head", "load": "save", "to stage": 3},
     "a layer is added and removed": {"frozen": "entry", "first": "add layer", "second": "remove layer", "load": "save", "to stage": 3},
