@@ -26,7 +26,7 @@ WIDTH, SAVED, MORE = 10, 3, 2
 OPTIONS: dict[str, list[Any]] = {
     "stage": [3, 2, 1, 0],
     "ranks": [2, 1],
-    "offload": [None, None, "optimizer", "both"],
+    "offload": [None, None, "optimizer", "both", "nvme"],
     "precision": ["fp32", "fp32", "bf16"],
     "optimizer": ["sgd", "adamw"],
     "frozen": ["blocks", "blocks.0", "entry", "head", "nothing", "all but head"],
@@ -185,10 +185,13 @@ class Side:
                 self.optimizer.state[param] = {key: value.clone() for key, value in state.items()}
 
 
-def config_of(run: Drawn) -> Drawn:
+def config_of(run: Drawn, folder: Path) -> Drawn:
     zero: Drawn = {"stage": run["stage"], "stage3_param_persistence_threshold": 0}
     if run["offload"]:
         zero["offload_optimizer"] = {"device": "cpu"}
+    if run["offload"] == "nvme":
+        (folder / "nvme").mkdir(exist_ok=True)
+        zero["offload_optimizer"] = {"device": "nvme", "nvme_path": str(folder / "nvme")}
     if run["offload"] == "both" and run["stage"] == 3:
         zero["offload_param"] = {"device": "cpu"}
     config: Drawn = {
@@ -222,7 +225,7 @@ def loads(side: Side, run: Drawn, folder: Path) -> None:
 
 def writes(run: Drawn, folder: Path) -> dict[str, Any]:
     """Train, write everything, and load into the same engine if that is asked for."""
-    side = Side(run, 0, False, config_of(run))
+    side = Side(run, 0, False, config_of(run, folder))
     found: dict[str, Any] = {"losses": side.until_save(), "trained": whole(side.engine)}
     engine = side.engine
     engine.save_checkpoint(str(folder / "saved"))
@@ -241,7 +244,7 @@ def writes(run: Drawn, folder: Path) -> dict[str, Any]:
 def resumes(run: Drawn, folder: Path) -> dict[str, Any]:
     """Load into a new engine and train on."""
     to = target_of(run)
-    side = Side(to, 1, run["load"] == "save", config_of(to))
+    side = Side(to, 1, run["load"] == "save", config_of(to, folder))
     if run["load"] == "events":
         side.change("first", "second")
     loads(side, run, folder)
@@ -324,6 +327,8 @@ def draw(random_: random.Random) -> Drawn:
         run["optimizer"] = "sgd"  # AdamW makes much of roundings of small gradients
     if run["load"] == "start" and structural:  # names of the checkpoint that the model lacks
         run["load"] = "events"
+    if run["offload"] == "nvme" and any(run[key].split()[0] in ("freeze", "replace", "refreeze") for key in ("first", "second")):
+        run["offload"] = "optimizer"  # states of one block share a file: its parts are not frozen
     return run
 
 

@@ -19,17 +19,18 @@ from tests.support import ranks
 RUN = {"precision": "fp32", "optimizer": "sgd", "given": "all", "offload": None, "what": "all", "second": "none"}
 CASES: dict[str, dict[str, Any]] = {
     "a part of a frozen layer is unfrozen": {"frozen": "blocks", "first": "unfreeze part", "load": "start", "to stage": 1},
-    "a layer resumes after it was unfrozen": {"frozen": "blocks", "first": "unfreeze blocks.0", "load": "events", "to stage": 3},
-    "a trained head is replaced": {"frozen": "nothing", "first": "replace head", "load": "same", "to stage": 3},
-    "a frozen head with a tied weight is replaced": {"frozen": "head", "first": "replace head", "load": "save", "to stage": 3},
-    "a layer is added and removed": {"frozen": "entry", "first": "add layer", "second": "remove layer", "load": "save", "to stage": 3},
+    "a layer resumes after it was unfrozen": {"frozen": "blocks", "first": "unfreeze blocks.0", "load": "events"},
+    "a part is unfrozen, its states are in files": {"frozen": "blocks", "first": "unfreeze part", "load": "start", "offload": "nvme"},
+    "a trained head is replaced": {"frozen": "nothing", "first": "replace head", "load": "same"},
+    "a frozen head with a tied weight is replaced": {"frozen": "head", "first": "replace head", "load": "save"},
+    "a layer is added and removed": {"frozen": "entry", "first": "add layer", "second": "remove layer", "load": "save"},
 }
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_all_that_is_written_and_loaded(tmp_path: Path, name: str, stage: int) -> None:
-    run = {**RUN, **CASES[name], "stage": stage, "ranks": 2, "to ranks": 2}
+    run = {**RUN, "to stage": 3, **CASES[name], "stage": stage, "ranks": 2, "to ranks": 2}
     assert drawn_frozen.compared(run, tmp_path) == []
 
 

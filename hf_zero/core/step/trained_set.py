@@ -390,7 +390,10 @@ class TrainedUnits:
         optimizer states are about to be loaded. The next step lets those that are frozen rest; collective.
         """
         self._trained.require_own()
-        self._add_units([entry for entry in self._trained.outside() if entry.name in names])
+        joining = [entry for entry in self._trained.outside() if entry.name in names]
+        together = all(map(self._optimizer.can_rest, self._optimizer.units))  # else units of one parameter each, which rest alone
+        for entries in [joining] if together else [[entry] for entry in joining]:
+            self._add_units(entries)
         self._trained.laid_out(self._resting, [entry.unit for entry in self._reducer.gradients])
         self._trained.changed = True  # the step looks at the new units, and lets them rest
 
@@ -463,7 +466,7 @@ class TrainedUnits:
         whole = len(resting) in (0, sum(bool(slot.numel) for slot in unit.layout.slots))
         if not (whole or self._optimizer.can_rest(unit)):
             raise StateError(
-                f"{', '.join(names_of(unit, sorted(resting))[:5])}: frozen after initialize(), while other parameters of "
+                f"{', '.join(names_of(unit, sorted(resting))[:5])}: frozen after initialize(), or removed, while others of "
                 f"{unit.name} still train; their optimizer states share one file (offload_optimizer.device: nvme). Freeze all of "
-                f"{unit.name}, freeze before initialize(), or offload to cpu"
+                f"{unit.name}, freeze or replace modules before initialize(), or offload to cpu"
             )
