@@ -321,6 +321,8 @@ def draw(random_: random.Random) -> Drawn:
     run = {name: random_.choice(values) for name, values in OPTIONS.items()}
     if run["second"] == "remove layer" and run["first"] != "add layer":
         run["second"] = "none"
+    if run["frozen"] == "all but head" and run["first"] == "freeze head":  # nothing would be trained
+        run["first"] = "none"
     structural = run["first"] == "add layer" and run["second"] != "remove layer"
     structural = structural or "replace head" in (run["first"], run["second"])  # which unties the heads
     if run["precision"] == "bf16":
