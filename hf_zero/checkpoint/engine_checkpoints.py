@@ -30,6 +30,7 @@ from hf_zero.core.engine_parts import Restored
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.step.written import WrittenValues
 from hf_zero.core.units.marks import tp_shard_of
+from hf_zero.core.units.names import follow_names
 from hf_zero.errors import CheckpointError, ConfigError, StateError, UnsupportedError
 from hf_zero.observe import log_rank0, logger, warn_once
 from hf_zero.system import signals
@@ -325,6 +326,10 @@ class EngineCheckpoints:
         engine.offloaded_states.require_none("saving or loading a checkpoint")
         engine.averages.require_weights("saving or loading a checkpoint")
         progress = engine.progress
+        renamed = follow_names(engine.module, engine.units)
+        averages = [kept for kept in engine.averages.kept.values() if isinstance(kept, AveragedWeights)]
+        for kept in averages:
+            kept.rows.rename(renamed)
         return TrainingState(
             module=engine.module,
             units=engine.units,
@@ -341,7 +346,9 @@ class EngineCheckpoints:
                 "global_samples": progress.global_samples,
                 "micro_steps": engine.accumulation.micro_steps,
             },
-            averages=[kept for kept in engine.averages.kept.values() if isinstance(kept, AveragedWeights)],
+            averages=averages,
+            joinable=engine.stepper.trained.joinable() if engine.stepper is not None else (),
+            join=engine.stepper.trained.join if engine.stepper is not None else lambda _names: None,
             spikes=engine.spikes if engine.spikes.compares else None,
         )
 

@@ -104,6 +104,8 @@ def load_checkpoint(state: TrainingState, request: LoadRequest) -> Loaded | None
             return None
         folder, text = place_of(found[0]), found[1]
         what = f"loading {folder}"
+        if request.optimizer_states and not request.module_only and request.custom is None:
+            _let_join(state, folder, text, what)
         box: list[_Plan] = []
         agreement.on_all(net, what, lambda: box.append(_Plan(state, request, folder, text or folders.read_index(folder))))
         plan = box[0]
@@ -116,6 +118,25 @@ def load_checkpoint(state: TrainingState, request: LoadRequest) -> Loaded | None
         for averages in state.averages:
             agreement.on_all(net, what, lambda averages=averages: plan.read_averages(averages))  # type: ignore[misc]
         return Loaded(folder, plan.client_state, None if request.module_only else plan.index.counters, plan.reader.bytes_read)
+
+
+def _let_join(state: TrainingState, folder: Place, text: str, what: str) -> None:
+    """Make units of parameters that no unit trains yet and whose optimizer states the checkpoint holds; collective.
+
+    They were frozen at ``initialize`` or added later, and a script resumes before it unfreezes them, or before their first gradient.
+    """
+
+    def find() -> list[str]:
+        if not state.joinable:
+            return []
+        catalog = Catalog(Index.from_json(text or folders.read_index(folder), str(folder / INDEX_FILE)))
+        return [name for name in state.joinable if (found := catalog.find(name)) is not None and found.trained]
+
+    names = agreement.on_all(state.everyone, what, find)
+    if any(other != names[0] for other in names):
+        raise CheckpointError(f"{what}: the ranks have different parameters in param groups: give all ranks the same model and optimizer")
+    if names[0]:
+        state.join(names[0])
 
 
 def load_averages(state: TrainingState, folder: Place, averages: AveragedWeights) -> None:

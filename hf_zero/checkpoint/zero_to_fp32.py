@@ -91,11 +91,12 @@ class Checkpoint:
             for loose in self.index["loose"]:
                 self.frozen.add(loose["name"])
                 self._add(loose, _Place(None, loose["file"], 0, 0, loose["dim"], loose["ranges"]))
-            for unit in self.index["units"]:
-                for param in unit["params"]:
+            within = [(unit, param) for unit in self.index["units"] for param in unit["params"] if param["name"][-1:] != "."]
+            trained = {(unit["tensor_rank"], param["name"]) for unit, param in within if unit["kind"] == "master"}
+            for unit, param in within:
+                if unit["kind"] == "master" or (unit["tensor_rank"], param["name"]) not in trained:  # else its former place
                     self._add(param, _Place(unit, "", param["offset"], unit["tensor_rank"], param["dim"], param["ranges"]))
-                    if unit["kind"] != "master":
-                        self.frozen.add(param["name"])
+                    self.frozen |= {param["name"]} if unit["kind"] != "master" else set()
             for name, places in self.params.items():
                 self._check_places(name, places)
 

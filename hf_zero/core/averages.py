@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import ref
 
@@ -132,6 +132,15 @@ class AveragedRows:
                     self._move(slot.name, _gathered(row, index), places.get(slot.name))
         for name in [name for name in self.loose if name in places]:
             self._move(name, self.loose.pop(name), places[name])
+
+    def rename(self, changed: Sequence[tuple[UnitLayout, Unit]]) -> None:
+        """Let the rows of units follow changed names of parameters, given each unit with its former layout; local."""
+        for former, unit in changed:
+            row = self._rows.pop(id(former), None)
+            if row is not None:
+                pairs = zip(former.slots, unit.layout.slots, strict=True)
+                names = {slot.name for before, slot in pairs if before.name in row.names}
+                self._rows[id(unit.layout)] = replace(row, layout=unit.layout, names=names)
 
     def _move(self, name: str, whole: torch.Tensor, place: tuple[Unit, int] | None) -> None:
         """Store the average of a parameter in the row of the unit that has the parameter now; local."""

@@ -32,6 +32,8 @@ class OneBitSharded(ShardedOptimizer):
         collectives: The axis over whose ranks the momentum is averaged.
     """
 
+    takes_more = False
+
     def __init__(self, inner: OneBitAdam, units: Sequence[Unit], collectives: Collectives) -> None:
         super().__init__(inner, units)
         self.one_bit = inner

@@ -219,7 +219,7 @@ def check_optimizer(optimizer: OptimizerRecord, units: Iterable[UnitRecord], nam
         CheckpointError: A check failed; the message names parameter, param group or unit.
     """
     group_of = _groups(optimizer.groups)
-    trained = {param.name: param.group for unit in units if unit.kind == MASTER for param in unit.params}
+    trained = {param.name: param.group for unit, param in present_params(units) if unit.kind == MASTER}
     for name in sorted(group_of.keys() | trained.keys()):
         if group_of.get(name) != trained.get(name):
             raise CheckpointError(f"parameter {name} is in param group {group_of.get(name)}, but its unit says {trained.get(name)}")

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from hf_zero.checkpoint.format.names import CHUNK_BYTES, ITEM_BYTES, MASTER, WEIGHTS
 from hf_zero.checkpoint.format.tp_shards import SavedTpShard
 from hf_zero.core.units.layout import ALIGNMENT, round_up
+from hf_zero.core.units.names import has_left
 from hf_zero.errors import CheckpointError
 from hf_zero.system.reading import shown
 
@@ -223,13 +224,16 @@ class UnitRecord:
 
 
 def present_params(units: Iterable[UnitRecord]) -> Iterator[tuple[UnitRecord, ParamRecord]]:
-    """Yield units and their parameters. A parameter of a frozen unit that was trained later has a trained unit too, and only that one
-    counts: the frozen unit keeps its former place.
+    """Yield units and their parameters, without places whose parameters have left (``has_left``).
+
+    Earlier versions gave such places in frozen units no name of their own: a parameter that was trained later has a trained unit too, and
+    only that one counts.
     """
     units = list(units)
     trained = {(unit.tensor_rank, param.name) for unit in units if unit.kind == MASTER for param in unit.params}
     for unit in units:
-        yield from ((unit, param) for param in unit.params if unit.kind == MASTER or (unit.tensor_rank, param.name) not in trained)
+        held = (param for param in unit.params if not has_left(param.name))
+        yield from ((unit, param) for param in held if unit.kind == MASTER or (unit.tensor_rank, param.name) not in trained)
 
 
 def _is_shape(shape: tuple[int, ...]) -> bool:

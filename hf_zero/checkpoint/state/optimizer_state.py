@@ -14,7 +14,7 @@ from hf_zero.checkpoint.files.rows import Entry, Piece
 from hf_zero.checkpoint.files.tensor_reader import Copy
 from hf_zero.checkpoint.format.names import DTYPES, MASTER, state_kind
 from hf_zero.checkpoint.format.plausible import check_alike, check_group, missing_settings
-from hf_zero.checkpoint.format.records import GroupRecord, OptimizerRecord, ScalarRecord, UnitRecord
+from hf_zero.checkpoint.format.records import GroupRecord, OptimizerRecord, ScalarRecord, UnitRecord, present_params
 from hf_zero.checkpoint.format.values import Decoder, Encoder, encode_scalar
 from hf_zero.checkpoint.state.own_entries import KEY, give_entries, own_entries
 from hf_zero.checkpoint.state.takeover import Takeover
@@ -24,6 +24,7 @@ from hf_zero.core.optimizer.common_states import common_states, set_common_state
 from hf_zero.core.optimizer.segments import OwnedSegment
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.units.layout import FROZEN, ParamSlot
+from hf_zero.core.units.names import has_left
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import warn_once
@@ -114,7 +115,7 @@ def merge_scalars(by_rank: Sequence[Sequence[dict[str, Any]]]) -> tuple[ScalarRe
     records = []
     for (unit, group), values in merged.items():
         alike = all(value == next(iter(values.values())) for value in values.values())
-        names = [(unit, next(iter(values.values())))] if alike else list(values.items())
+        names = [(unit, next(iter(values.values())))] if alike else [entry for entry in values.items() if not has_left(entry[0])]
         records += [ScalarRecord(name, group, value) for name, value in names]
     return tuple(records)
 
@@ -197,10 +198,9 @@ def common_record(optimizer: ShardedOptimizer, encoder: Encoder) -> dict[str, An
 def complete_groups(groups: Sequence[GroupRecord], units: Iterable[UnitRecord]) -> tuple[GroupRecord, ...]:
     """Return rank 0's param groups, completed with the parameters of other pipeline stages that ``units`` lists."""
     names = [dict.fromkeys(group.params) for group in groups]
-    for unit in units:
-        for param in unit.params:
-            if unit.kind == MASTER and param.group >= 0:
-                names[param.group][param.name] = None
+    for unit, param in present_params(units):
+        if unit.kind == MASTER and param.group >= 0:
+            names[param.group][param.name] = None
     return tuple(replace(group, params=tuple(own)) for group, own in zip(groups, names, strict=True))
 
 
@@ -257,7 +257,8 @@ def _value(key: str, saved: Sequence[Any], present: Any, index: int, source: int
 
 
 def _names(units: Sequence[Unit], group: int) -> tuple[str, ...]:
-    return tuple(slot.name for unit in units for slot in unit.layout.slots if slot.group == group)
+    slots = (slot for unit in units for slot in unit.layout.slots if slot.group == group)
+    return tuple(slot.name for slot in slots if not has_left(slot.name))
 
 
 # -- from files -------------------------------------------------------------------------------------------------------

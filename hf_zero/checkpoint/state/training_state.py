@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -87,6 +87,8 @@ class TrainingState:
         counters: Counters of the engine.
         averages: Averages of the weights.
         spikes: Gradient norms of the last steps, or None.
+        joinable: Names of the parameters of param groups that no unit trains yet, because they were frozen or added.
+        join: Makes units of some of them, whose optimizer states are loaded then; collective.
     """
 
     module: nn.Module
@@ -101,6 +103,8 @@ class TrainingState:
     tensor: TensorAxis = field(default_factory=TensorAxis)
     averages: Sequence[AveragedWeights] = ()
     spikes: Stateful | None = None
+    joinable: Sequence[str] = ()
+    join: Callable[[Sequence[str]], None] = lambda _names: None
 
     @property
     def holders(self) -> Holders:

@@ -60,6 +60,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         state_store: Store of masters and moments; None keeps them on the training device.
     """
 
+    takes_more = True  # whether ``extend`` takes units
+
     def __init__(self, inner: torch.optim.Optimizer, units: Sequence[Unit], state_store: StateStore | None = None) -> None:
         # Not super().__init__: groups and state belong to the inner optimizer, and must stay the same objects.
         self.inner = inner

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 from weakref import WeakMethod
@@ -380,6 +380,23 @@ class TrainedUnits:
         shape = owner[0].layout.slots[owner[1]].shape if owner is not None else param.shape
         return self._reducer.mean_of_waiting(entry.name, param.grad, torch.Size(shape))
 
+    def joinable(self) -> list[str]:
+        """Return the names of the parameters of param groups that are in no trained unit, frozen or not; local."""
+        self._trained.look()
+        return [entry.name for entry in self._trained.outside()] if self._optimizer.takes_more else []
+
+    def join(self, names: Container[str]) -> None:
+        """Make units of the parameters ``names``, a part of ``joinable`` that is equal on all ranks, before they have a gradient: their
+        optimizer states are about to be loaded. The next step lets those that are frozen rest; collective.
+        """
+        self._trained.require_own()
+        joining = [entry for entry in self._trained.outside() if entry.name in names]
+        together = all(map(self._optimizer.can_rest, self._optimizer.units))  # else units of one parameter each, which rest alone
+        for entries in [joining] if together else [[entry] for entry in joining]:
+            self._add_units(entries)
+        self._trained.laid_out(self._resting, [entry.unit for entry in self._reducer.gradients])
+        self._trained.changed = True  # the step looks at the new units, and lets them rest
+
     def forget_waiting(self) -> None:
         """Discard the gradients in ``param.grad`` of parameters that are in no trained unit; local."""
         self._trained.look()
@@ -433,18 +450,23 @@ class TrainedUnits:
         waiting = {id(new.param): grad for new in joining if (grad := new.param.grad) is not None}
         for new in joining:
             set_gradient(new.param, None)
+        joined = self._add_units(joining)
+        self._reducer.take_waiting([*(entry for entry in rested if not entry.unit.rests), *joined], waiting)
+
+    def _add_units(self, joining: Sequence[Joining]) -> list[UnitGradients]:
+        """Make and train units of ``joining``, and return their gradients; collective."""
         joined = self._join(joining) if joining else []
         notify = self.on_joined() if joined and self.on_joined is not None else None
         if notify is not None:
             notify(joined)
         self._reducer.train(self._reducer.gradients)
-        self._reducer.take_waiting([*(entry for entry in rested if not entry.unit.rests), *joined], waiting)
+        return joined
 
     def _require_divisible(self, unit: Unit, resting: Collection[int]) -> None:
         whole = len(resting) in (0, sum(bool(slot.numel) for slot in unit.layout.slots))
         if not (whole or self._optimizer.can_rest(unit)):
             raise StateError(
-                f"{', '.join(names_of(unit, sorted(resting))[:5])}: frozen after initialize(), while other parameters of "
+                f"{', '.join(names_of(unit, sorted(resting))[:5])}: frozen after initialize(), or removed, while others of "
                 f"{unit.name} still train; their optimizer states share one file (offload_optimizer.device: nvme). Freeze all of "
-                f"{unit.name}, freeze before initialize(), or offload to cpu"
+                f"{unit.name}, freeze or replace modules before initialize(), or offload to cpu"
             )
