@@ -84,3 +84,19 @@ def _averages(folder: str) -> None:
 
 def test_averages_follow_names(tmp_path: Path) -> None:
     ranks.run_ranks(_averages, 1, str(tmp_path))
+
+
+def _wraps(folder: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
+    engine: Any = hf_zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), config=config)[0]
+    model[0] = torch.compile(model[0], backend="eager")
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    engine.step()
+    engine.save_checkpoint(folder)
+    engine.destroy()
+
+
+def test_blocks_that_torch_wraps_in_training_keep_their_names(tmp_path: Path) -> None:
+    ranks.run_ranks(_wraps, 1, str(tmp_path))
+    assert sorted(get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))) == ["0.bias", "0.weight", "1.bias", "1.weight"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from hf_zero.core.units.marks import with_outer
 from hf_zero.core.units.unit import Unit
 
 _LEFT = "."  # ends no name of a parameter
+_OF_WRAPPERS = re.compile(r"\b(_orig_mod|_checkpoint_wrapped_module)\.")  # of torch.compile(module) and checkpoint_wrapper(module)
 
 
 def has_left(name: str) -> bool:
@@ -24,6 +26,7 @@ def follow_names(module: nn.Module, units: Iterable[Unit]) -> list[tuple[UnitLay
     """Give each place in ``units`` the present name of its parameter in ``module``; local.
 
     The place of a parameter that has left keeps its elements. Its former name, which another parameter may have now, gets a dot at its end.
+    Blocks that are compiled or recomputed by a wrapper of torch keep their names: a run may be resumed before it wraps them.
 
     Returns:
         Units with changed names, each with its former layout.
@@ -44,4 +47,6 @@ def _name(names: dict[int, str], former: str, param: torch.Tensor | None) -> str
     shown = [] if param is None else list(with_outer(param))
     found = next((names[id(one)] for one in shown if id(one) in names), None)
     inside = param is not None and not any(isinstance(one, nn.Parameter) for one in shown)  # scales of a packed weight, for example
+    if found is not None and _OF_WRAPPERS.sub("", found) == former:
+        return former
     return found or (former if inside else f"{former}{_LEFT}")
