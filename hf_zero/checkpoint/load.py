@@ -132,11 +132,10 @@ def _let_join(state: TrainingState, folder: Place, text: str, what: str) -> None
         catalog = Catalog(Index.from_json(text or folders.read_index(folder), str(folder / INDEX_FILE)))
         return [name for name in state.joinable if (found := catalog.find(name)) is not None and found.trained]
 
-    names = agreement.on_all(state.everyone, what, find)
-    if any(other != names[0] for other in names):
-        raise CheckpointError(f"{what}: the ranks have different parameters in param groups: give all ranks the same model and optimizer")
-    if names[0]:
-        state.join(names[0])
+    by_rank = agreement.on_all(state.everyone, what, find)
+    shared = [name for name in by_rank[0] if all(name in names for names in by_rank)]  # none where pipeline stages have different ones
+    if shared:
+        state.join(shared)
 
 
 def load_averages(state: TrainingState, folder: Place, averages: AveragedWeights) -> None:

@@ -381,9 +381,10 @@ class TrainedUnits:
         return self._reducer.mean_of_waiting(entry.name, param.grad, torch.Size(shape))
 
     def joinable(self) -> list[str]:
-        """Return the names of the parameters of param groups that are in no trained unit, frozen or not; local."""
+        """Return the names of the parameters of param groups that this rank has and that are in no trained unit, frozen or not; local."""
         self._trained.look()
-        return [entry.name for entry in self._trained.outside()] if self._optimizer.takes_more else []
+        own = (entry.name for entry in self._trained.outside() if not is_elsewhere(entry.param))
+        return list(own) if self._optimizer.takes_more else []
 
     def join(self, names: Container[str]) -> None:
         """Make units of the parameters ``names``, a part of ``joinable`` that is equal on all ranks, before they have a gradient: their
