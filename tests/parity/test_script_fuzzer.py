@@ -31,6 +31,13 @@ def test_drawn_scripts_are_exact_or_refused_by_name() -> None:
     _check([without_known(script) for script in draw(25)])
 
 
+def test_a_penalty_keeps_its_values_over_another_forward() -> None:
+    """Autograd saves the parameters themselves: a forward without gradients between penalty and backward must not free their values."""
+    begin = "cell stage=3 dtype=fp32 ranks=2 accumulation=1; forward data=0; penalty how=iterated over=blocks.0"
+    texts = [f"{begin}; {then} data=20; backward; step" for then in ("peek", "evaluate")]
+    assert [verdict.word for verdict in verdicts_of([parse(text) for text in texts])] == ["equal"] * 2
+
+
 def test_drawn_scripts_over_split_layers() -> None:
     _check([split_over(without_known(script), 2) for script in draw(14)])
 

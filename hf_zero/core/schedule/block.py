@@ -184,7 +184,7 @@ class Block:
         buffers are filled again in backward.
 
         Args:
-            until_backward: A forward with gradients ends, see [Note: parameters that a function saved].
+            until_backward: A backward is awaited, see [Note: parameters that a function saved].
         """
         for unit in self.units:
             unit.reshard(leave=self.read_elsewhere, for_autograd=self.silent or (self.read_elsewhere and until_backward))

@@ -60,6 +60,7 @@ class UnshardSchedule:
         self._broke = False  # the last forward of the complete module raised, and other ranks may still be in it
         self._repeats = False  # the error was raised after the pass was over
         self._reads = False  # a forward with gradients that resharded blocks is over, [Note: reads behind the forward]
+        self._awaits = False  # a forward with gradients has begun, and no backward or step has ended since
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -79,9 +80,7 @@ class UnshardSchedule:
             return
         self._serve_reads(self._repeats * (len(self._all) + 1))
         self._repeats = False
-        for block in self.order:
-            if not block.kept:
-                block.reshard()
+        self._reshard_between_passes()
         exchange_changes(_keepers(self._all), self._collectives)
         self._begin(self.order)
         self._choose_kept(training)
@@ -127,7 +126,7 @@ class UnshardSchedule:
             if block.kept:
                 block.unshard()
             else:
-                block.reshard(until_backward=self.root.kept)
+                block.reshard(until_backward=self._awaits)
         if not self.root.kept:
             self.root.reshard()
         self._updating = False  # every unit was unsharded since the step, so its update is over
@@ -170,6 +169,7 @@ class UnshardSchedule:
         [Note: reuse distance] Number of elements used between a block's forward and its backward: twice the elements of all later blocks.
         """
         self.root.kept = training
+        self._awaits |= training
         behind, live = 0, self.root.numel
         for block in reversed(self.order):
             live += block.numel
@@ -279,7 +279,7 @@ class UnshardSchedule:
             block.kept = False
             block.reshard()
         self._reducer = None
-        self._reads = False
+        self._reads = self._awaits = False
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
@@ -331,7 +331,7 @@ class UnshardSchedule:
         """Reshard all blocks that are not kept, so that every rank is in the same state before another pass."""
         for block in self.order:
             if not block.kept:
-                block.reshard()
+                block.reshard(until_backward=self._awaits)
 
     def _vote(self, again: bool) -> bool:
         """Return whether any rank needs another pass; ``again`` is whether this rank does. Collective.
