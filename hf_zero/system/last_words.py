@@ -105,7 +105,8 @@ class _Hook:
             return
         text, follows, now = f"{kind.__name__}: {error}", _follows(error), time.time()
         if follows and not isinstance(error, HfZeroError):  # a collective of the script
-            text += f".{long_wait()}" if long_wait() else ""
+            reported = long_wait()
+            text += f".{reported}" if reported else ""
         of_settings = isinstance(error, (ConfigError, UnsupportedError))
         # Lines in the script, and the line that raised; lines of hf_zero where a key is looked up do not help.
         shown = [frame for frame in (own, None if of_settings else frames[-1] if frames else None) if frame is not None]

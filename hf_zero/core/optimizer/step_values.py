@@ -1,13 +1,14 @@
 """Restore values that an optimizer's step changes in place, after trial steps and between the sub-groups of one step.
 
 Values are those of attributes (``self.counts["k"] += 1``, ``self.k.add_(1)``), of objects in attributes (``self.helper.k += 1``), and of
-options in param groups (``group["k"].add_(1)``).
-Those that a step rebinds (``self.k += 1`` of a number) are handled by the clones of ``SubGroupStepper``.
+options in param groups (``group["k"].add_(1)``). Values that a step rebinds (``self.k += 1`` of a number) are handled by the clones of
+``SubGroupStepper``.
 """
 
 from __future__ import annotations
 
 import random
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,6 +19,7 @@ import torch
 
 _SEQUENCES = (list, deque)
 _FOREIGN = frozenset({"param_groups", "state", "defaults"})
+_NO_HELPERS = {*sys.stdlib_module_names, "torch"} - {"types", "argparse"}  # packages; these two have namespaces, which scripts count in
 
 
 def is_foreign(name: str) -> bool:
@@ -81,10 +83,12 @@ class ChangedInPlace:
 
 
 def _is_helper(value: Any) -> bool:
-    """Return whether ``value`` is an object of a script's class: no module, optimizer, function or class, and nothing of torch."""
-    if isinstance(value, (torch.nn.Module, torch.optim.Optimizer, type, ModuleType, MethodType, FunctionType)):
+    """Return whether ``value`` is an object of a script's class: no module, optimizer, dataset, function or class, and nothing of torch or
+    of the standard library. Through these (a logger, a thread) a look would reach the whole process in each step.
+    """
+    if isinstance(value, (torch.nn.Module, torch.optim.Optimizer, torch.utils.data.Dataset, type, ModuleType, MethodType, FunctionType)):
         return False
-    return not type(value).__module__.startswith(("torch.", "builtins")) and isinstance(getattr(value, "__dict__", None), dict)
+    return type(value).__module__.partition(".")[0] not in _NO_HELPERS and isinstance(getattr(value, "__dict__", None), dict)
 
 
 def _can_be_written(tensor: torch.Tensor) -> bool:
