@@ -45,7 +45,8 @@ from hf_zero.core.step.accumulation import Accumulation
 from hf_zero.core.step.precision import LossScaler
 from hf_zero.core.step.progress import Progress
 from hf_zero.core.step.step import StepKind, Stepper
-from hf_zero.core.step.trained_set import TrainedSet, TrainedUnits
+from hf_zero.core.step.trained_set import TrainedSet
+from hf_zero.core.step.trained_units import TrainedUnits
 from hf_zero.core.units.grouping import leaf_module_names, mark_configured, modules_kept_unsharded
 from hf_zero.core.units.marks import ParamListener
 from hf_zero.core.units.unit import Unit

@@ -15,7 +15,7 @@ from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.schedule.read_gradients import ShownGradients
 from hf_zero.core.step.precision import LossScaler
-from hf_zero.core.step.trained_set import TrainedUnits
+from hf_zero.core.step.trained_units import TrainedUnits
 from hf_zero.core.step.written import write_gradient, written_gradient
 from hf_zero.core.units.marks import stages_of
 from hf_zero.core.units.parts import part_of, whole_of
@@ -115,7 +115,8 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     owner = _find(param)
     if owner is None:
         waiting = ((grad, scaler) for trained, scaler in _joining.items() if (grad := trained.gradient_of(param)) is not None)
-        return next((whole_of(param, grad / scaler.scale) for grad, scaler in waiting), None)
+        found = next(((grad, scaler) for grad, scaler in waiting), None) or _untrained(param)
+        return None if found is None else whole_of(param, found[0] / found[1].scale)
     training = _training[owner[0]]
     training.shown.begin_read([param])
     grad = written_gradient(training.gradients, owner[1], training.shown, _everyone(training.gradients))
@@ -128,6 +129,12 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
             "gradients are added up with the backward that completes an optimizer step: read it after that backward"
         )
     return whole_of(param, grad if training.scaler.scale == 1.0 else grad / training.scaler.scale)
+
+
+def _untrained(param: torch.Tensor) -> tuple[torch.Tensor, LossScaler] | None:
+    """Return the gradient, and the loss scaler, of a parameter that requires one and that an engine does not train; local."""
+    found = ((trained.untrained.of({id(param)}), scaler) for trained, scaler in _joining.items())
+    return next(((own[0][2], scaler) for own, scaler in found if own), None)
 
 
 def _summed(training: Training, unit: Unit, index: int) -> torch.Tensor | None:

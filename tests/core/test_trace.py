@@ -77,10 +77,10 @@ def test_sequence_and_bytes_of_a_step(stage: int) -> None:
     answers = ranks.run_ranks(_second_step, 2, stage)
     whole = answers[0][2]
     # Stage 0: an all-reduce moves 2 (N-1)/N of the units. 1, 2: reduce-scatter and spread, (N-1)/N each, and the norm (8 bytes).
-    # All: the vote of a step; late gradients (4 bytes, and 4 for each unit). 3: gathers of the root once and of the blocks twice, the
+    # All: the vote of a step; late gradients (8 bytes, and 4 for each unit). 3: gathers of the root once and of the blocks twice, the
     # reduce-scatter, the norm, and two votes (12 and 4 bytes).
     root = 4 * 32
-    votes = STEP_VOTE_BYTES + 4 + 3 * 4
+    votes = STEP_VOTE_BYTES + 8 + 3 * 4
     expected_bytes = {
         0: whole + votes,
         1: whole // 2 * 2 + 8 + votes,

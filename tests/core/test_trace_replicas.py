@@ -92,7 +92,7 @@ def test_bytes_of_a_step(stage: int, accumulation: int, dtype: str) -> None:
     for _, sent, total, root in ranks.run_ranks(_one_step, 4, stage, accumulation, dtype):
         element = 4 if dtype == "fp32" else 2
         half = total * element // 2
-        norm, late, passes = 8, 4 * (1 + 3), 4 * (3 + 1)
+        norm, late, passes = 8, 4 * (2 + 3), 4 * (3 + 1)
         assert sent["replicas"] == total // 2 * (element if accumulation == 1 else 4)
         if stage < 3:
             assert sent["reductions"] == accumulation * half + half + norm

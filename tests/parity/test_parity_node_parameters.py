@@ -147,9 +147,11 @@ def test_codes_of_weights() -> None:
     ranks.run_ranks(_with_codes, 4)
 
 
-def _generated(gather: bool) -> None:
+def _generated(gather: bool, copies: bool) -> None:
+    """``copies``: parameters are divided over all ranks, and each node keeps a copy (``zero_hpz_partition_size``)."""
     case = CASES["gpt2"]
-    run = Run(stage=3, extra={**inside(2), "hf_zero": {"param_shard_size": "node", "gather_for_generation": gather}})
+    own = {"gather_for_generation": gather, **({} if copies else {"param_shard_size": "node"})}
+    run = Run(stage=3, extra={"zero_optimization": {"zero_hpz_partition_size": 2} if copies else {}, "hf_zero": own})
     engine = initialize(case.build(), run)
     train(engine, lambda *at: case.rows(*at), case.forward, run)
     plain = case.build()
@@ -162,10 +164,11 @@ def _generated(gather: bool) -> None:
     engine.destroy()
 
 
-@pytest.mark.slow  # fast: test_parity_replicas.py generates where ranks stop elsewhere
-@pytest.mark.parametrize("gather", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_generation_after_training(gather: bool) -> None:
-    ranks.run_ranks(_generated, 4, gather, env={"LOCAL_WORLD_SIZE": "2"})
+@pytest.mark.parametrize("copies", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("gather", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_generation_after_training_where_ranks_stop_elsewhere(gather: bool, copies: bool) -> None:
+    """Each rank waited for the vote on changed shards in the forward of a token that another rank did not generate."""
+    ranks.run_ranks(_generated, 4, gather, copies, env={"LOCAL_WORLD_SIZE": "2"})
 
 
 def _written() -> None:
@@ -257,7 +260,7 @@ def test_bytes_of_a_step(accumulation: int, dtype: str) -> None:
     """
     for number, (labels, sent, total, root) in enumerate(ranks.run_ranks(_sent, 4, accumulation, dtype)):
         element = 4 if dtype == "fp32" else 2
-        half, norm, late, passes = total * element // 2, 2 * 3 * 8 // 4, 4 * (1 + 3), 4 * (3 + 1)
+        half, norm, late, passes = total * element // 2, 2 * 3 * 8 // 4, 4 * (2 + 3), 4 * (3 + 1)
         changed = 4 * (1 + 1)  # a vote on changed shards as a forward begins, and a part of the vote on another pass
         assert sent["node"] == accumulation * (2 * half - root * element // 2)
         assert sent["inside"] == accumulation * half

@@ -161,9 +161,9 @@ def _bytes(size: int, accumulation: int) -> tuple[int, int, int, int]:
 def test_bytes_of_a_step(accumulation: int) -> None:
     """Check that each parameter is gathered over all ranks once per optimizer step; other gathers stay inside the node."""
     for everywhere, inside, whole, root in ranks.run_ranks(_bytes, 4, 2, accumulation):
-        # To each of three ranks: votes of the step, of late gradients, of another pass, behind the forward, and of changed shards, in which
-        # the vote on another pass has a part.
-        votes = 3 * (STEP_VOTE_BYTES + accumulation * (4 * (3 + 1) + 4 * (1 + 3) + 4 * (1 + 1)))
+        # To each of three ranks: votes of the step, of late gradients and those outside of units, of another pass, behind the forward, and
+        # of changed shards, in which the vote on another pass has a part.
+        votes = 3 * (STEP_VOTE_BYTES + accumulation * (4 * (3 + 2) + 4 * (1 + 3) + 4 * (1 + 1)))
         assert everywhere == whole * 4 * 3 // 4 + _all_reduced(8, 4) + votes
         assert inside == (2 * accumulation - 1) * whole * 4 // 2 - accumulation * root * 4 // 2
 

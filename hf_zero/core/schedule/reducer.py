@@ -7,7 +7,8 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
+from weakref import ref
 
 import torch
 
@@ -120,6 +121,16 @@ class BackwardOrder:
         return self.issued >= self._opens[reduction]
 
 
+class OutsideGradients(Protocol):
+    """Gradients of parameters that require one and that no unit trains."""
+
+    def waits(self) -> bool:
+        """Return whether this rank has such a gradient; local."""
+
+    def average(self) -> None:
+        """Replace these gradients by their means over ranks, in ``param.grad``; collective."""
+
+
 class Reducer:
     """Reducer of each unit once per backward, in the same order on every rank: last unit first, or the order of backward's unshards.
 
@@ -138,6 +149,7 @@ class Reducer:
         layouts: Number of times that the set of units has changed.
         piecemeal: Whether each parameter gets several gradients in the running backward: they are summed, and units are sent when it ends.
         added_to: Names of parameters whose written gradients a backward has added to, see [Note: a gradient written between micro-steps].
+        outside: Refers to the gradients that no unit takes; None if there can be none.
 
     Args:
         gradients: See the attribute.
@@ -166,6 +178,7 @@ class Reducer:
         self.layouts = 0
         self.piecemeal = False
         self.added_to: dict[str, None] = {}
+        self.outside: ref[OutsideGradients] | None = None
         self._home = HomeStream(device)
         self._overlap = overlap
         self._ask = ask
@@ -361,12 +374,16 @@ class Reducer:
         Returns:
             A new tensor of that shape, in the type of sums over micro-steps; None if no rank has a gradient.
         """
-        network, policy = self.exchange.collectives.data, self.exchange.policy
-        if not network.any_rank(grad is not None, f"{name}: gradient"):
+        if not self.exchange.collectives.data.any_rank(grad is not None, f"{name}: gradient"):
             return None
+        return self.mean_of(name, grad, shape, self._factor)
+
+    def mean_of(self, name: str, grad: torch.Tensor | None, shape: torch.Size, factor: float = 1.0) -> torch.Tensor:
+        """Return the mean of ``factor * grad`` over ranks; None counts as zeros. Collective; arguments and result as above."""
+        network, policy = self.exchange.collectives.data, self.exchange.policy
         mean = torch.zeros(shape, dtype=policy.accumulation_dtype, device=network.topology.device)
         if grad is not None:
-            mean.add_(grad.detach().to_dense() if grad.is_sparse else grad.detach()).mul_(self.exchange.scale * self._factor)
+            mean.add_(grad.detach().to_dense() if grad.is_sparse else grad.detach()).mul_(self.exchange.scale * factor)
         network.all_reduce(mean, f"{name}: gradient").wait()
         return mean.mul_(policy.post_scale)
 
@@ -384,13 +401,17 @@ class Reducer:
         return self._ask(self._votes(error)) if self._order is not None or self._completes else None
 
     def _votes(self, error: str) -> list[bool]:
-        return [bool(error), *(entry.collected.late for entry in self._queue)]
+        outside = self.outside() if self.outside is not None else None
+        waits = outside is not None and self._completes and outside.waits()
+        return [bool(error), waits, *(entry.collected.late for entry in self._queue)]
 
     def _reduce_late(self, answers: Sequence[bool], error: str) -> str:
         """Reduce the units for which any rank has voted (``answers``); collective. The argument and the result are those of ``flush``."""
         if answers[0]:
             return "; ".join(text for text in self._gather_texts(error) if text)
-        late = [entry for entry, anywhere in zip(self._queue, answers[1:], strict=True) if anywhere]
+        if answers[1] and self.outside is not None and (outside := self.outside()) is not None:
+            outside.average()
+        late = [entry for entry, anywhere in zip(self._queue, answers[2:], strict=True) if anywhere]
         if not late:
             return ""
         self._finish()  # a unit has one reduction at a time

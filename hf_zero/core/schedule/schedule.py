@@ -81,7 +81,8 @@ class UnshardSchedule:
         self._serve_reads(self._repeats * (len(self._all) + 1))
         self._repeats = False
         self._reshard_between_passes()
-        exchange_changes(_keepers(self._all), self._collectives)
+        if not all(block.pinned for block in self._all):  # otherwise each rank generates by itself, and nothing is gathered
+            exchange_changes(_keepers(self._all), self._collectives)
         self._begin(self.order)
         self._choose_kept(training)
         self._votes = not all(block.kept or block.pinned for block in self.order)

@@ -12,6 +12,7 @@ import torch
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.step.grad_norm import EPSILON
 from hf_zero.core.step.step import Stepper
+from hf_zero.core.units.marks import is_part
 from hf_zero.core.units.unit import Unit, trained_of
 from hf_zero.errors import StateError, UnsupportedError
 
@@ -23,7 +24,8 @@ def clip_waiting(
 
     [Note: a script's clipping] Where gradients are sharded, ``param.grad`` is None, torch finds nothing to clip and says nothing. So its
     function is told to clip the reduced gradients instead. Every rank calls it, as every rank calls it under DistributedDataParallel. A
-    ``gradient_clipping`` of the configuration applies to the result, as at stage 0.
+    ``gradient_clipping`` of the configuration applies to the result, as at stage 0. Visible gradients of parameters that the engine does
+    not train are part of the norm, too ([Note: untrained parameters]).
 
     Args:
         engine_of: Refers to the engine that trains the parameters.
@@ -73,15 +75,36 @@ def _clip(stepper: Stepper, given: set[int] | None, limit: float, by_value: bool
             f"torch.nn.utils.{name} was given some of the tensors in optimizer.param_groups, which are flat parts of this rank's "
             "shards: pass parameters of the model, or the tensors of all groups"
         )
+    outside = _outside(stepper, given, name)
+    pieces += outside
     if by_value:
         limit *= float(stepper.scaler.scale)
         for piece in pieces:
             piece.clamp_(-limit, limit)
         return norm
+    if outside:
+        squares = [grad.norm(dtype=torch.float32).to(norm.device).square() for grad in outside]
+        norm = (norm.square() + torch.stack(squares).sum() / stepper.scaler.scale**2).sqrt()
     factor = torch.clamp(limit / (norm + EPSILON), max=1.0)
     for piece in pieces:
         piece.mul_(factor.to(piece.device, piece.dtype))
     return norm
+
+
+def _outside(stepper: Stepper, given: set[int] | None, name: str) -> list[torch.Tensor]:
+    """Return the visible gradients of parameters with the ids ``given`` that the engine does not train; local.
+
+    Raises:
+        UnsupportedError: Other ranks have further parts of one.
+    """
+    found = stepper.trained.untrained.of(given) if given is not None else []
+    for label, param, _ in found:
+        if is_part(param):
+            raise UnsupportedError(
+                f"torch.nn.utils.{name} was given {label}, which requires a gradient, is in no param group of the engine's optimizer, and "
+                f"is divided among ranks. Pass the parameters of the optimizer, or call {label}.requires_grad_(False)"
+            )
+    return [grad for _, _, grad in found]
 
 
 def _positions(unit: Unit, given: set[int]) -> list[int]:

@@ -20,7 +20,7 @@ from hf_zero.core.step.agreement import Agreed, agree, same_call, same_clipping,
 from hf_zero.core.step.grad_norm import clip_factor, first_non_finite, global_norm, model_axis
 from hf_zero.core.step.precision import LossScaler
 from hf_zero.core.step.spikes import StepWatch
-from hf_zero.core.step.trained_set import TrainedUnits
+from hf_zero.core.step.trained_units import TrainedUnits
 from hf_zero.core.step.written import WrittenValues, have_written, note_added, refuse_added, saved_empty, take_written
 from hf_zero.core.units.unit import Unit, trained_of
 from hf_zero.core.units.values import adopt_writes, agree_on_scales, all_gather_updated, publish

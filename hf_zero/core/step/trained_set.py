@@ -1,12 +1,11 @@
-"""Find which parameters a script trains, and update units and segments of a step: parameters are frozen, train again, or are added."""
+"""Find which parameters a script trains: parameters are frozen, train again, or are added."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
-from weakref import WeakMethod
 
 import torch
 from torch import nn
@@ -14,11 +13,9 @@ from torch.nn.modules.module import register_module_module_registration_hook, re
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
-from hf_zero.core.schedule.gradients import UnitGradients
-from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.step.agreement import Alike
 from hf_zero.core.units.marks import is_elsewhere
-from hf_zero.core.units.sharded_parameter import requires_gradient, set_gradient
+from hf_zero.core.units.sharded_parameter import requires_gradient
 from hf_zero.core.units.unit import Unit, find_unit
 from hf_zero.errors import StateError
 from hf_zero.observe import warn_once
@@ -93,9 +90,11 @@ class TrainedSet:
         self._present: set[int] = set()  # ids of ``_params``
         self._listed: list[list[int]] = []  # ids of the tensors in the param groups
         self._registrations = -1
+        self._some_left_out = False  # whether parameters are in no param group
         self._outside: list[Joining] | None = None  # see `outside`; None until it is first requested
         self._read()
         self._flags = self._requiring()
+        self._untrained: list[tuple[str, nn.Parameter]] | None = None  # see `untrained`
         self.digest = self._digest()
         self.changed = False
         self._frozen: set[int] = set()  # ids of the units' parameters that required no gradient when units and segments were laid out
@@ -107,7 +106,7 @@ class TrainedSet:
             self._read()
         flags = self._requiring()
         if anew or flags != self._flags:
-            self._flags, self._outside = flags, None
+            self._flags, self._outside, self._untrained = flags, None, None
             digest = self._digest()
             self.changed |= digest != self.digest
             self.digest = digest
@@ -150,6 +149,25 @@ class TrainedSet:
                 "add the module to the model first, then its parameters to the optimizer, or train it with an optimizer of its own"
             )
 
+    @property
+    def may_leave_out(self) -> bool:
+        """Return whether the model may have parameters in no param group, as of the last look; local."""
+        return self._default_group is None and (self._some_left_out or self._registrations != _Registrations.count)
+
+    def untrained(self) -> list[tuple[str, nn.Parameter]]:
+        """Return name and parameter of those that require a gradient and are in no param group, in the model's order, as of the last look;
+        local.
+        """
+        if self._untrained is None:
+            required = {id(param) for param, requires in zip(self._params, self._flags, strict=True) if requires}
+            self._untrained = [(name, param) for name, param in self.in_no_group().items() if id(param) in required]
+        return self._untrained
+
+    def in_no_group(self) -> dict[str, nn.Parameter]:
+        """Return the parameters in no param group by name, in the model's order, frozen ones included, as of the last look; local."""
+        grouped = {name for name, _, _ in self._grouped()}
+        return {name: param for name, param in zip(self._names, self._params, strict=True) if name not in grouped}
+
     def outside(self) -> list[Joining]:
         """Return the parameters of param groups that belong to no trained unit, frozen or not, in the model's order; local."""
         if self._outside is None:
@@ -168,7 +186,7 @@ class TrainedSet:
                 written a gradient of it, or another stage of a pipeline holds it.
         """
         self._read()  # no event reports modules that were removed
-        self._flags, self._outside = self._requiring(), None
+        self._flags, self._outside, self._untrained = self._requiring(), None, None
         self.digest = self._digest()
         own = [(entry.name, is_elsewhere(entry.param)) for entry in self.waiting()]
         gathered: list[list[tuple[str, bool]]] = everyone.gather_objects(own, "parameters that join")
@@ -252,6 +270,7 @@ class TrainedSet:
                     self._foreign.append(f"tensor {position} of param group {index}, of shape {tuple(tensor.shape)}")
             group["params"] = [tensor for tensor in group["params"] if id(tensor) in own]
         self._listed = self._lists()
+        self._some_left_out = not self._present <= self._groups.keys()
 
     def _look_for_removed(self, own: Mapping[int, int]) -> None:
         """Note whether the script has removed tensors of ``own`` (id -> group) from their param groups; local.
@@ -284,14 +303,12 @@ class TrainedSet:
 
     def _warn_of_untrained(self) -> None:
         """Warn of parameters that require a gradient but are in no param group: plain PyTorch does not train them either."""
-        trained = {id(param) for _, param, _ in self._trained()}
-        requiring = zip(self._names, self._params, self._flags, strict=True)
-        untrained = [name for name, param, requires in requiring if requires and id(param) not in trained]
+        untrained = self.untrained()
         if untrained:
             warn_once(
-                f"{len(untrained)} parameter(s) require a gradient and are in no param group of the optimizer ({untrained[0]}, ...): "
-                'nothing trains them. Call engine.optimizer.add_param_group({"params": ...}) with them, or give the optimizer all '
-                "parameters before initialize()"
+                f"{len(untrained)} parameter(s) require a gradient and are in no param group of the optimizer ({untrained[0][0]}, ...): "
+                "the engine averages their gradients over ranks, and does not train them. Call engine.optimizer.add_param_group("
+                '{"params": ...}) with them, or give the optimizer all parameters before initialize()'
             )
 
 
@@ -308,166 +325,3 @@ def _refuse_elsewhere(names: Sequence[str]) -> None:
             "forward, and another stage of the pipeline holds these parameters: this rank has no values of them. Use the optimizer's "
             "weight decay in place of the penalty, or ZeRO stage 3 or tensor parallelism in place of the pipeline"
         )
-
-
-def names_of(unit: Unit, indices: Sequence[int]) -> list[str]:
-    """Return the dotted names of the parameters of ``unit`` at ``indices``."""
-    return [unit.layout.slots[index].name for index in indices]
-
-
-class TrainedUnits:
-    """Update of units and segments between the backward and the update of a step, when the set of trained parameters changes.
-
-    See [Note: what is trained].
-
-    Attributes:
-        on_joined: Called with the gradients of new units.
-
-    Args:
-        trained: The set of parameters that the script trains.
-        reducer: Collects and reduces the gradients.
-        optimizer: The engine's optimizer.
-        join: Makes units of new parameters, and returns their gradients; collective.
-        data: Network of the data-parallel ranks.
-        everyone: Network of the ranks that have to agree before a step.
-    """
-
-    def __init__(
-        self,
-        trained: TrainedSet,
-        reducer: Reducer,
-        optimizer: ShardedOptimizer,
-        join: Callable[[Sequence[Joining]], list[UnitGradients]],
-        data: Collectives,
-        everyone: Collectives,
-    ) -> None:
-        self.on_joined: WeakMethod[Callable[[Sequence[UnitGradients]], None]] | None = None
-        self._trained, self._reducer, self._optimizer, self._join = trained, reducer, optimizer, join
-        self._data, self._everyone = data, everyone
-        self._resting: Mapping[int, frozenset[int]] = {}  # positions of parameters that rest, by id of their unit
-
-    def alike(self) -> Alike:
-        """Look at the parameters that the script trains, remove new ones from the inner optimizer's groups, and return the digest as a fact
-        for the vote of a step.
-        """
-        return self._trained.alike()
-
-    def waiting(self) -> frozenset[int]:
-        """Return the ids of the parameters of no trained unit whose gradients in ``param.grad`` the coming step will use; local."""
-        self._trained.look()
-        return frozenset(id(entry.param) for entry in self._trained.waiting())
-
-    def joining(self) -> set[int]:
-        """Return the ids of the parameters that require a gradient and that no update has trained, or that rested; local."""
-        self._trained.look()
-        found = {id(entry.param) for entry in self._trained.outside() if entry.param.requires_grad}
-        for entry in self._reducer.gradients:
-            rested = (entry.unit.params[index] for index in self._resting.get(id(entry.unit), ()))
-            found.update(id(param) for param in rested if param is not None and param.requires_grad)
-        return found
-
-    def gradient_of(self, param: torch.Tensor) -> torch.Tensor | None:
-        """Return the mean over ranks of the gradient with which ``param`` joins at the coming step, with the loss scale; collective.
-
-        Returns:
-            None if ``param`` does not join, or no rank has a gradient.
-        """
-        self._trained.look()
-        entry = next((entry for entry in self._trained.outside() if entry.param is param), None)
-        if entry is None:
-            return None
-        owner = find_unit(param)
-        shape = owner[0].layout.slots[owner[1]].shape if owner is not None else param.shape
-        return self._reducer.mean_of_waiting(entry.name, param.grad, torch.Size(shape))
-
-    def joinable(self) -> list[str]:
-        """Return the names of the parameters of param groups that this rank has and that are in no trained unit, frozen or not; local."""
-        self._trained.look()
-        own = (entry.name for entry in self._trained.outside() if not is_elsewhere(entry.param))
-        return list(own) if self._optimizer.takes_more else []
-
-    def join(self, names: Container[str]) -> None:
-        """Make units of the parameters ``names``, a part of ``joinable`` that is equal on all ranks, before they have a gradient: their
-        optimizer states are about to be loaded. The next step lets those that are frozen rest; collective.
-        """
-        self._trained.require_own()
-        joining = [entry for entry in self._trained.outside() if entry.name in names]
-        together = all(map(self._optimizer.can_rest, self._optimizer.units))  # else units of one parameter each, which rest alone
-        for entries in [joining] if together else [[entry] for entry in joining]:
-            self._add_units(entries)
-        self._trained.laid_out(self._resting, [entry.unit for entry in self._reducer.gradients])
-        self._trained.changed = True  # the step looks at the new units, and lets them rest
-
-    def forget_waiting(self) -> None:
-        """Discard the gradients in ``param.grad`` of parameters that are in no trained unit; local."""
-        self._trained.look()
-        for entry in self._trained.waiting():
-            set_gradient(entry.param, None)
-
-    def waits(self) -> bool:
-        """Return whether a parameter that rests, or is in no trained unit, has a gradient on this rank; local."""
-        rested = (self._has_gradient(entry, index) for entry in self._reducer.gradients for index in self._resting.get(id(entry.unit), ()))
-        return any(rested) or bool(self._trained.waiting())
-
-    def _has_gradient(self, entry: UnitGradients, index: int) -> bool:
-        """Return whether a parameter has a gradient on this rank, from a backward or written by the script; local."""
-        param = entry.unit.params[index]
-        return entry.collected.used[index] or (param is not None and self._reducer.shown.is_written(param))
-
-    def follow(self, waits: bool) -> bool:
-        """Lay out units and segments for the parameters that are trained now; collective.
-
-        Args:
-            waits: Whether a parameter that is not trained at present, or is in no trained unit, has a gradient on any rank.
-
-        Returns:
-            Whether units or segments may have changed.
-
-        Raises:
-            StateError: On all ranks, if a parameter cannot join or rest.
-        """
-        if not (self._trained.changed or waits):
-            return False
-        self._trained.require_own()
-        entries = list(self._reducer.gradients)
-        joining = self._trained.agree_on_joining(self._everyone) if waits else []
-        idle = [(entry, self._trained.idle(entry.unit, self._resting.get(id(entry.unit), ()))) for entry in entries]
-        used = [self._has_gradient(entry, index) for entry, indices in idle for index in indices]
-        anywhere = iter(self._data.any_of(used, "frozen parameters") if used else ())
-        resting = {id(entry.unit): frozenset(index for index in indices if not next(anywhere)) for entry, indices in idle}
-        for entry in entries:
-            self._require_divisible(entry.unit, resting[id(entry.unit)])
-        rested = [entry for entry in entries if entry.unit.rests]
-        self._optimizer.rest(resting)
-        self._resting = resting
-        self._take_in(joining, rested)
-        self._trained.laid_out(resting, [entry.unit for entry in self._reducer.gradients])
-        return True
-
-    def _take_in(self, joining: Sequence[Joining], rested: Sequence[UnitGradients]) -> None:
-        """Make units of the parameters in ``joining``, and reduce the gradients of these parameters and of units in ``rested``, which were
-        frozen until now; collective.
-        """
-        waiting = {id(new.param): grad for new in joining if (grad := new.param.grad) is not None}
-        for new in joining:
-            set_gradient(new.param, None)
-        joined = self._add_units(joining)
-        self._reducer.take_waiting([*(entry for entry in rested if not entry.unit.rests), *joined], waiting)
-
-    def _add_units(self, joining: Sequence[Joining]) -> list[UnitGradients]:
-        """Make and train units of ``joining``, and return their gradients; collective."""
-        joined = self._join(joining) if joining else []
-        notify = self.on_joined() if joined and self.on_joined is not None else None
-        if notify is not None:
-            notify(joined)
-        self._reducer.train(self._reducer.gradients)
-        return joined
-
-    def _require_divisible(self, unit: Unit, resting: Collection[int]) -> None:
-        whole = len(resting) in (0, sum(bool(slot.numel) for slot in unit.layout.slots))
-        if not (whole or self._optimizer.can_rest(unit)):
-            raise StateError(
-                f"{', '.join(names_of(unit, sorted(resting))[:5])}: frozen after initialize(), or removed, while others of "
-                f"{unit.name} still train; their optimizer states share one file (offload_optimizer.device: nvme). Freeze all of "
-                f"{unit.name}, freeze or replace modules before initialize(), or offload to cpu"
-            )

@@ -345,9 +345,9 @@ def _written_apart(part: str, writers: Sequence[int], world: int, apart: bool) -
     return StateError(
         f"parameter {part} was written on rank(s) {', '.join(map(str, writers))} of {world}, and not written, or written with other values "
         "or at another time, on the remaining ranks that hold it: the ranks would train different models. Write the same values "
-        f"on all ranks{inside}. If an optimizer of the script's own updates it, its gradient is each rank's own: put the "
-        "parameter into a param group of engine.optimizer, or average the gradient over ranks first. nn.Embedding(max_norm=...) writes the "
-        "rows that its rank looks up: normalize them in the forward instead (torch.nn.functional.normalize), or all rows after step()"
+        f"on all ranks{inside}. If an optimizer of the script's own updates it, call its step() after the backward that completes an "
+        "optimizer step: until then the gradient is each rank's own. nn.Embedding(max_norm=...) writes the rows that its rank looks up: "
+        "normalize them in the forward instead (torch.nn.functional.normalize), or all rows after step()"
     )
 
 

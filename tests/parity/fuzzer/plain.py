@@ -68,6 +68,7 @@ class Plain(Side):
         self._add_group([name for name, _ in self.model.named_parameters()])
         self.sums: dict[str, Tensor] = {}  # of gradients over ranks and micro-steps
         self.gone: dict[str, Tensor] = {}  # of parameters that were removed since their backward
+        self.bare: dict[str, Tensor] = {}  # of parameters in no group, which no step clears
         self.losses: list[Tensor] = []
         self.micro = self.calls = self.steps = 0  # backwards and calls of `step` since the last update; updates
         self.awaits = False  # a backward came after the last call of `step`
@@ -90,6 +91,7 @@ class Plain(Side):
         return {"loss": self.losses[self.place].detach().clone()}
 
     def backward(self) -> Seen:
+        self._recall()
         losses, self.losses = self.losses, []
         for loss in losses:
             (loss / self.cell.accumulation).backward()
@@ -106,7 +108,8 @@ class Plain(Side):
         if self.calls < self.cell.accumulation:
             return {}
         self.calls = 0
-        if not self.micro and not self.sums:
+        self._recall()
+        if not self.micro and not self.sums.keys() & self.masters.keys():
             return {}
         self.adopt()
         model, sums, gone, self.micro = dict(self.model.named_parameters()), self.sums, self.gone, 0
@@ -121,7 +124,7 @@ class Plain(Side):
         later = [name for name in fresh if name not in self.at_first]
         fresh = [name for name in fresh if name in self.at_first]  # cleared before their first step
         bare = [name for name in model if name not in grouped and model[name].requires_grad]
-        before = self.state()
+        before, self.bare = self.state(), {name: sums[name] for name in bare if name in sums}
         for choice in itertools.product(*[(False, True) if names else (False,) for names in (idle, fresh, later, bare, gone)]):
             self.restore(before)
             used = dict(sums)
@@ -348,6 +351,7 @@ class Plain(Side):
         return self.scale_gradient(self.model.get_parameter(param))
 
     def clip_grads(self) -> Seen:
+        self._recall()
         sums = {name: self.sums[name] for name, _ in self.model.named_parameters() if name in self.sums}
         norm = torch.stack([value.double().norm() / self.cell.batches for value in sums.values()]).norm()
         factor = (0.3 / (norm + 1e-6)).clamp(max=1.0).float()
@@ -359,6 +363,7 @@ class Plain(Side):
         return {}
 
     def get_grad(self, param: str) -> Seen:
+        self._recall()
         found = self.sums.get(self._canonical(param))
         return {"gradient": torch.zeros(self.model.get_parameter(param).shape) if found is None else found / self.cell.batches}
 
@@ -388,14 +393,25 @@ class Plain(Side):
         return {}
 
     def zero_grad(self, how: str) -> Seen:
+        self._recall()
+        bare = {name: total for name, total in self.sums.items() if name not in self.masters}
+        self.sums = {name: total for name, total in self.sums.items() if name in self.masters}
+        self._zero_trained(how)
+        if how in ("optimizer", "client"):
+            self.sums.update(bare)
+        elif how not in ("engine", "module"):
+            cleared = {self._canonical(f"{how}.{name}") for name, _ in self.model.get_submodule(how).named_parameters()}
+            self.sums.update({name: total for name, total in bare.items() if name not in cleared})
+        return {}
+
+    def _zero_trained(self, how: str) -> None:
         if not (self.awaits and self.calls + 1 >= self.cell.accumulation):  # in the middle of an accumulation gradients are kept
-            return {}
+            return
         if how in ("engine", "module", "optimizer", "client"):
             self._forget()
         else:
             for name, _ in self.model.get_submodule(how).named_parameters():
                 self.sums.pop(self._canonical(f"{how}.{name}"), None)
-        return {}
 
     # -- states -----------------------------------------------------------------------------------------------------------------
 
@@ -445,6 +461,12 @@ class Plain(Side):
                 if name in masters and name in self.masters:
                     self.masters[name].copy_(masters[name])
                     parameter.data.copy_(masters[name])
+
+    def _recall(self) -> None:
+        """Go on with the gradients of parameters that are still in no group."""
+        here = dict(self.model.named_parameters())
+        self.sums.update({name: total for name, total in self.bare.items() if name in here and name not in self.masters})
+        self.bare = {}
 
     def _forget(self) -> None:
         self.sums, self.gone, self.micro, self.calls, self.awaits = {}, {}, 0, 0, False
