@@ -131,6 +131,8 @@ def _valid_fit(run: Drawn) -> Drawn:
     if run["json"]:
         run["optimizer"], run["scheduler"] = "adamw", None
         run["strategy"] = "stock" if run["strategy"] == "stock" else "config"
+        # Lightning gives the configuration's optimizer the parameters that require a gradient at first; a warning names the others.
+        run["frozen"] = "first" if run["frozen"] == "unfreezes" else run["frozen"]
     if run["resume"] and run["callback"] in ("swa", "finetuning", "average"):
         run["callback"] = None
     if run["after"] == "twice":

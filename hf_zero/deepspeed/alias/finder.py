@@ -232,7 +232,7 @@ def install_as_deepspeed() -> None:
     """Make hf_zero answer as `deepspeed` in this process, whatever is installed and whatever value ``HF_ZERO`` has.
 
     This is needed only if the start-up hook did not run (a source tree on ``PYTHONPATH``, a frozen application). It does nothing if the
-    alias is imported already.
+    alias is imported already. Names that accelerate has not imported, because it found no deepspeed, are added to its modules.
 
     Raises:
         StateError: A real DeepSpeed is imported already.
@@ -249,6 +249,19 @@ def install_as_deepspeed() -> None:
     if _hf_zero_startup.DeepSpeedAliasFinder not in sys.meta_path:
         sys.meta_path.insert(0, _hf_zero_startup.DeepSpeedAliasFinder)  # type: ignore[arg-type]
     _forced = True
+    _complete_accelerate()
+
+
+def _complete_accelerate() -> None:
+    """Add to accelerate's modules the names of its ``utils.deepspeed`` that they import only where a deepspeed is found."""
+    here = [sys.modules[name] for name in ("accelerate.utils", "accelerate.accelerator") if name in sys.modules]
+    if all(hasattr(module, "DummyOptim") for module in here):
+        return
+    theirs = importlib.import_module("accelerate.utils.deepspeed")
+    for name, value in vars(theirs).items():
+        if getattr(value, "__module__", "") == theirs.__name__:
+            for module in here:
+                vars(module).setdefault(name, value)
 
 
 def _refusal_message(full_name: str, reason: str) -> str:
