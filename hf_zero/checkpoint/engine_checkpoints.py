@@ -24,13 +24,12 @@ from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.own_groups import own_topology
 from hf_zero.comm.topology import group_timeout, joint_topology
-from hf_zero.core.averages import AveragedWeights
+from hf_zero.core.averages import AveragedWeights, follow_present_names
 from hf_zero.core.engine import Engine, reasons_to_wait
 from hf_zero.core.engine_parts import Restored
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.step.written import WrittenValues
 from hf_zero.core.units.marks import tp_shard_of
-from hf_zero.core.units.names import follow_names
 from hf_zero.errors import CheckpointError, ConfigError, StateError, UnsupportedError
 from hf_zero.observe import log_rank0, logger, warn_once
 from hf_zero.system import signals
@@ -326,10 +325,7 @@ class EngineCheckpoints:
         engine.offloaded_states.require_none("saving or loading a checkpoint")
         engine.averages.require_weights("saving or loading a checkpoint")
         progress = engine.progress
-        renamed = follow_names(engine.module, engine.units)
-        averages = [kept for kept in engine.averages.kept.values() if isinstance(kept, AveragedWeights)]
-        for kept in averages:
-            kept.rows.rename(renamed)
+        follow_present_names(engine)
         return TrainingState(
             module=engine.module,
             units=engine.units,
@@ -346,7 +342,7 @@ class EngineCheckpoints:
                 "global_samples": progress.global_samples,
                 "micro_steps": engine.accumulation.micro_steps,
             },
-            averages=averages,
+            averages=[kept for kept in engine.averages.kept.values() if isinstance(kept, AveragedWeights)],
             joinable=engine.stepper.trained.joinable() if engine.stepper is not None else (),
             join=engine.stepper.trained.join if engine.stepper is not None else lambda _names: None,
             spikes=engine.spikes if engine.spikes.compares else None,

@@ -19,6 +19,7 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.core.engine import Engine
 from hf_zero.core.units.alone import whole_from_owners
 from hf_zero.core.units.layout import UnitLayout
+from hf_zero.core.units.names import follow_names
 from hf_zero.core.units.unit import Unit
 from hf_zero.core.units.values import adopt_writes, all_gather_updated, publish
 from hf_zero.errors import StateError
@@ -451,10 +452,11 @@ class AveragedWeights:
             StateError: No parameter of this name is averaged.
         """
         engine = self._require("whole()")
+        follow_present_names(engine)
         self.rows.lay_out(engine.units)
         found = self.rows.whole(name, engine.units)
         if found is None:
-            raise StateError(f"no parameter {name!r} is averaged: it is frozen, or the model has none of this name")
+            raise StateError(f"no parameter {name!r} is averaged: it is frozen, not trained yet, or not in the model")
         return found
 
     @torch.no_grad()
@@ -472,6 +474,14 @@ class AveragedWeights:
             raise StateError(f"AveragedWeights.{what}: the engine is {'gone' if engine is None else 'destroyed'}")
         engine.offloaded_states.require_none(f"AveragedWeights.{what}")
         return engine
+
+
+def follow_present_names(engine: Engine) -> None:
+    """Give the units of ``engine``, and the rows of its averages, the present names of the model's parameters; local."""
+    renamed = follow_names(engine.module, engine.units)
+    for kept in engine.averages.kept.values():
+        if isinstance(kept, AveragedWeights):
+            kept.rows.rename(renamed)
 
 
 def _named(engine: Engine) -> dict[str, torch.Tensor]:

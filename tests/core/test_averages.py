@@ -133,6 +133,10 @@ def _rules() -> None:
         averages.restore()
     with pytest.raises(StateError, match="no parameter 'frozen.weight' is averaged"):
         averages.whole("frozen.weight")
+    head = engine.module.head
+    engine.module.head = nn.Linear(head.in_features, head.out_features)  # its average would be that of the former head
+    with pytest.raises(StateError, match="no parameter 'head.weight' is averaged"):
+        averages.whole("head.weight")
     engine.destroy()
 
 
