@@ -7,8 +7,9 @@ import json
 import logging
 import os
 import sys
+import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ WATCHED_PREFIXES = ("ACCELERATE_", "DEEPSPEED_", "DS_", "FSDP_", "HF_ZERO", "LOC
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow as well (the full parity matrix)")
+    parser.addoption("--slow-part", metavar="K/N", help="run only tests marked slow, and of these the K-th of N parts, drawn by name")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -45,10 +47,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     mark_slow_rows(items, all_rows=not any("::" in argument for argument in config.args))
-    if not config.getoption("--slow") and "slow" not in config.option.markexpr:
-        slow = [item for item in items if item.get_closest_marker("slow")]
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    if config.getoption("--slow-part"):
+        part, parts = map(int, config.getoption("--slow-part").split("/"))
+        if not 1 <= part <= parts:
+            raise pytest.UsageError(f"--slow-part {part}/{parts}: the first number is at least 1 and at most the second")
+        _keep(config, items, lambda item: _is_slow(item) and zlib.crc32(item.nodeid.encode()) % parts == part - 1)
+    elif not config.getoption("--slow") and "slow" not in config.option.markexpr:
+        _keep(config, items, lambda item: not _is_slow(item))
     for item in items:
         if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
@@ -56,6 +61,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         longest_first(items)
     if any("parity" in item.nodeid for item in items):
         ranks.warm_up()  # imports transformers while the first tests run
+
+
+def _is_slow(item: pytest.Item) -> bool:
+    return item.get_closest_marker("slow") is not None
+
+
+def _keep(config: pytest.Config, items: list[pytest.Item], runs: Callable[[pytest.Item], bool]) -> None:
+    config.hook.pytest_deselected(items=[item for item in items if not runs(item)])
+    items[:] = filter(runs, items)
 
 
 def mark_slow_rows(items: list[pytest.Item], all_rows: bool) -> None:

@@ -42,7 +42,7 @@ def test_work_of_a_rank_that_finished() -> None:
 
 @pytest.mark.slow
 def test_three_ranks() -> None:
-    ranks.run_ranks(check_tokens, 3, False)
+    ranks.run_ranks(check_tokens, 3, False, ("gpt2", "bart"))
 
 
 @pytest.mark.slow  # fast: `test_tokens_are_those_of_the_plain_model`
