@@ -296,8 +296,8 @@ class Derived:
     at once (``shard_changed``). But a write by the script is found where a rank compares its own part with the shard, and may lie in the
     parts of some ranks only. Such a rank notes it (``changed_here``); the ranks exchange these notes when a context of
     ``GatheredParameters`` ends, and at the begin and the end of the pass of a forward, and all drop the values if any rank has noted a
-    change. If a unit is gathered between a change and the next exchange (a block that is called alone), the values are outdated: the next
-    step raises on all ranks.
+    change. A gather of exact values outside of a pass (`agree`) exchanges the notes of its unit, too. If a unit is gathered for a forward
+    between a change and the next exchange (a block that is called alone), the values are outdated: the next step raises on all ranks.
 
     Attributes:
         changed_here: Whether this rank has changed its shard since the ranks last exchanged their notes.
@@ -322,6 +322,13 @@ class Derived:
         self._secondary.forget()
         self._codes.forget()
         self.changed_here = False
+
+    def agree(self, network: Collectives) -> None:
+        """Drop the node's copy if any rank has changed its shard: exact values are about to be read outside of a pass. Collective if there
+        is a copy.
+        """
+        if self._secondary.here and network.any_rank(self.changed_here, "changed shards"):
+            self.forget()
 
     def gather(self, collectives: Collectives, exact: bool) -> Gather:
         """Return the all-gather of the shards: of ``exact`` values, or of their codes."""

@@ -241,6 +241,8 @@ class Unit:
         self.alone.take_assigned()
         if self.own.offloaded:
             require_memory(self.own.shard, f"unit {self.name}")
+        if exact:
+            self.derived.agree(self.collectives.data)
         self.whole.allocate()
         if self.secondary.here and not (exact and self.quantized):
             self.exact = not self.quantized
