@@ -20,6 +20,7 @@ from hf_zero.core.engine import Engine
 from hf_zero.core.units.alone import whole_from_owners
 from hf_zero.core.units.layout import UnitLayout
 from hf_zero.core.units.names import follow_names
+from hf_zero.core.units.parts import whole_of
 from hf_zero.core.units.unit import Unit
 from hf_zero.core.units.values import adopt_writes, all_gather_updated, publish
 from hf_zero.errors import StateError
@@ -457,7 +458,8 @@ class AveragedWeights:
         found = self.rows.whole(name, engine.units)
         if found is None:
             raise StateError(f"no parameter {name!r} is averaged: it is frozen, not trained yet, or not in the model")
-        return found
+        param = _named(engine).get(name)
+        return found if param is None else whole_of(param, found)
 
     @torch.no_grad()
     def follow(self) -> None:

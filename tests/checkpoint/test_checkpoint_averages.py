@@ -133,7 +133,6 @@ def _split(folder: Path, size: int, loads: bool) -> None:
     engine.destroy()
 
 
-@pytest.mark.slow  # fast: test_checkpoint_tensor_parallel.py
 def test_another_tensor_parallel_size_reads_them(tmp_path: Path) -> None:
     ranks.run_ranks(_split, 2, tmp_path, 2, False)
     ranks.run_ranks(_split, 1, tmp_path, 1, True)
