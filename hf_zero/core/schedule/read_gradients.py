@@ -335,8 +335,9 @@ class ShownGradients:
                 self._show(entry, total)
 
     def _show(self, entry: UnitGradients, total: torch.Tensor) -> None:
-        for index, param in enumerate(entry.unit.params):
-            if param is None or _of(param) is not None or param.device != total.device or self.reads.joins(param):
+        meets = self.reads.meet is not None
+        for index, (param, grad) in enumerate(zip(entry.unit.params, gradients_of(entry.unit.params), strict=True)):
+            if param is None or grad is not None or param.device != total.device or (meets and is_divided(param)):
                 continue  # a gradient that a script has assigned stays
             if param.dtype != total.dtype:
                 if not _HAS_GRAD_DTYPE:
@@ -349,10 +350,11 @@ class ShownGradients:
     def end(self) -> None:
         """Stop showing gradients in ``param.grad``; keep gradients that the script assigned. Local."""
         self.reads.close()
-        for param, view in self._views.values():
-            if _of(param) is view:
+        held = list(self._views.values())
+        for (param, view), grad in zip(held, gradients_of(param for param, _ in held), strict=True):
+            if grad is view:
                 set_gradient(param, None)
-            if _HAS_GRAD_DTYPE and _of(param) is None and param.grad_dtype is None:
+            if _HAS_GRAD_DTYPE and (grad is None or grad is view) and param.grad_dtype is None:
                 param.grad_dtype = param.dtype  # autograd casts to this dtype again
         self._views.clear()
 
@@ -376,9 +378,9 @@ class ShownGradients:
     def drop_removed(self, params: Iterable[torch.Tensor] | None = None) -> None:
         """Zero the reduced gradients of parameters whose shown gradient a script has set to None; ``params`` limits the check. Local."""
         self.reads.fold()
-        shown = self._views.values() if params is None else [self._views[id(param)] for param in params if id(param) in self._views]
-        for param, view in shown:
-            if _of(param) is None:
+        shown = list(self._views.values()) if params is None else [self._views[id(param)] for param in params if id(param) in self._views]
+        for (_, view), grad in zip(shown, gradients_of(param for param, _ in shown), strict=True):
+            if grad is None:
                 view.zero_()
 
     def begin_read(self, params: Iterable[torch.Tensor] | None = None) -> None:
