@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.parity.fuzzer.engine import UNDER
 from tests.parity.fuzzer.grammar import WAYS, Script, keep_valid, parse, valid
 from tests.parity.fuzzer.known import KNOWN_OPEN, Known, known, mended, without_known
-from tests.parity.fuzzer.report import among_experts, draw, over_sequences, shrink, split_over
+from tests.parity.fuzzer.report import among_experts, draw, over_sequences, shrink, split_over, under
 from tests.parity.fuzzer.verdict import Verdict, verdicts_of
 
 SHOWN = 5  # failures that are made small
@@ -86,6 +87,27 @@ def test_scripts_that_failed_once_over_sequences() -> None:
         "cell stage=3 ranks=2 sequences=2 recompute=pieces; forward data=0; evaluate data=21; mode to=eval; backward; step",
     )
     assert [verdict.word for verdict in verdicts_of([parse(text) for text in texts])] == ["equal"] * 2
+
+
+def test_scripts_that_failed_once_with_settings_that_change_no_result() -> None:
+    """A node's copies were read after a write that the ranks had not told each other of."""
+    writes = (
+        "accumulation=2; forward data=20; write param=blocks.1.down.weight how=data_copy; backward; step; forward data=9; backward; step"
+    )
+    texts = [f"cell stage=3 ranks=4 under={name} {writes}" for name in ("node_copies", "node_parameters")]
+    assert [verdict.word for verdict in verdicts_of([parse(text) for text in texts])] == ["equal"] * 2
+
+
+def test_drawn_scripts_with_settings_that_change_no_result() -> None:
+    names = [name for name in UNDER if name != "none"]
+    _check([under(without_known(script), names[place % len(names)]) for place, script in enumerate(draw(12))])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(4000)
+@pytest.mark.parametrize("name", [name for name in UNDER if name != "none"])
+def test_many_drawn_scripts_with_settings_that_change_no_result(name: str) -> None:
+    _check([under(without_known(script), name) for script in draw(100)])
 
 
 @pytest.mark.slow

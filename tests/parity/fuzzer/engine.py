@@ -22,6 +22,22 @@ from tests.parity.fuzzer.model import ScriptError, Seen, noise
 from tests.parity.fuzzer.plain import SETTINGS, averaged_twice, length_of, new_moments, new_weights
 from tests.parity.fuzzer.side import Side
 
+# Settings that must change no result, with the numbers of ranks and the stages for which they mean something.
+UNDER: dict[str, tuple[dict[str, Any], tuple[int, ...], tuple[int, ...]]] = {
+    "none": ({}, (1, 2), (0, 1, 2, 3)),
+    "node_copies": ({"zero_optimization": {"zero_hpz_partition_size": 2}}, (4,), (3,)),
+    "node_parameters": ({"hf_zero": {"param_shard_size": 2}}, (4,), (3,)),
+    "shard_groups": ({"zero_optimization": {"mics_shard_size": 2}}, (4,), (1, 2, 3)),
+    "host_states": ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, (1, 2), (1, 2, 3)),
+    "host": (
+        {"zero_optimization": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}}, (1, 2), (3,)
+    ),
+    "small_buckets": (
+        {"zero_optimization": {"overlap_comm": False, "reduce_bucket_size": 1000, "stage3_prefetch_bucket_size": 0,
+                               "stage3_max_live_parameters": 0, "sub_group_size": 100}}, (1, 2), (1, 2, 3)
+    ),
+}  # fmt: skip
+
 
 def config_of(cell: Cell) -> dict[str, Any]:
     """Return the configuration of a cell, with DeepSpeed's keys."""
@@ -53,6 +69,8 @@ def config_of(cell: Cell) -> dict[str, Any]:
         config["sequence_parallel_size"] = pairs
     if cell.experts > 1:
         config["expert_parallel"] = {"enabled": True, "autoep_size": cell.experts}
+    for section, settings in UNDER[cell.under][0].items():
+        config[section] = {**config.get(section, {}), **settings}
     return config
 
 

@@ -58,6 +58,7 @@ class Cell:
         buffers: Whether the model has a table, running statistics and a counter.
         recompute: "none", "block", or "pieces" (reentrant, in as many pieces as the data determines).
         looks: All values are compared after each "step", or at the "end" only.
+        under: Key of ``engine.UNDER``: settings of the configuration that change no result.
     """
 
     stage: int = 0
@@ -79,6 +80,7 @@ class Cell:
     buffers: int = 0
     recompute: str = "none"
     looks: str = "step"
+    under: str = "none"
 
     @property
     def batches(self) -> int:

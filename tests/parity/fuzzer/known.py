@@ -153,6 +153,12 @@ MENDED: tuple[str, ...] = (
     # Written and taken back before the next step: the masters keep their digits.
     f"cell stage=1 dtype=bf16 ranks=2; {_TRAIN}; average how=gathered; forward data=1; write param=head.weight how=data_copy; backward; "
     "average_in how=gathered; step",
+    # A parameter in no group: its gradient is the mean over ranks, is part of the norm, and stays until the script clears it.
+    *(
+        f"cell stage={stage} ranks=2; add_adapter layer=blocks.0 how=bare trains=1; forward data=0; backward; clip_grads; step; "
+        "forward data=1; backward; get_grad param=blocks.0.adapter.down.weight; clip_grads; step"
+        for stage in (0, 3)
+    ),
     # A removed adapter's gradients, and a parameter that waits for its first one.
     f"cell stage=1 ranks=2 clip=0.5; add_adapter layer=blocks.0 how=group trains=1; {_TRAIN}; forward data=1; backward; "
     f"remove_adapter layer=blocks.0; step; {_TRAIN}",

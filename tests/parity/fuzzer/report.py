@@ -6,7 +6,7 @@
 - ``table`` runs every operation with every argument in every place, and prints a line for each with its verdicts.
 - ``explore --count 300 --seed 1`` draws scripts, nothing left out, and prints what fails, made small (``--split 2``: over split layers,
   ``--stages 2``: over a pipeline, ``--experts 2``: over ranks that divide experts, ``--sequences 2``: over ranks that divide sequences, in
-  all ways in turn or in one ``--way``).
+  all ways in turn or in one ``--way``; ``--under node_copies host``: with settings that must change no result, each in turn).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
+from tests.parity.fuzzer.engine import UNDER
 from tests.parity.fuzzer.grammar import (
     EXPERT_PARAMETERS,
     KINDS,
@@ -78,6 +79,16 @@ def over_sequences(script: Script, size: int, way: str) -> Script:
     and without buffers, because sums over parts are rounded otherwise, and each rank has the statistics of its own part.
     """
     cell = replace(script.cell, ranks=max(size, min(script.cell.ranks * size, 4)), sequences=size, way=way, dtype="fp32", buffers=0)
+    script = script._replace(cell=cell)
+    return script._replace(operations=tuple(keep_valid(script)))
+
+
+def under(script: Script, name: str) -> Script:
+    """Return the script with settings of ``UNDER``, on as many ranks and at a stage for which they mean something; on four in fp32."""
+    _, worlds, stages = UNDER[name]
+    world = script.cell.ranks if script.cell.ranks in worlds else worlds[-1]
+    stage = script.cell.stage if script.cell.stage in stages else stages[-1]
+    cell = replace(script.cell, ranks=world, stage=stage, under=name, dtype="fp32" if world > 2 else script.cell.dtype)
     script = script._replace(cell=cell)
     return script._replace(operations=tuple(keep_valid(script)))
 
@@ -223,6 +234,8 @@ def _explore(arguments: argparse.Namespace) -> None:
     if arguments.sequences > 1:
         ways = [arguments.way] if arguments.way else list(WAYS[:3] if arguments.sequences < 4 else WAYS[1:])
         drawn = [over_sequences(script, arguments.sequences, ways[place % len(ways)]) for place, script in enumerate(drawn)]
+    if arguments.under:
+        drawn = [under(script, arguments.under[place % len(arguments.under)]) for place, script in enumerate(drawn)]
     if arguments.skip_known:
         from tests.parity.fuzzer.known import without_known
 
@@ -256,6 +269,7 @@ def main() -> None:
     explore.add_argument("--mixture", default="listed", choices=list(EXPERT_PARAMETERS), help="kind of the experts")
     explore.add_argument("--sequences", type=int, default=1, help="ranks that divide each sequence")
     explore.add_argument("--way", default="", choices=WAYS, help="how they do it; each in turn by default")
+    explore.add_argument("--under", nargs="+", choices=UNDER, help="settings that must change no result, each in turn")
     explore.add_argument("--skip-known", action="store_true", help="leave out what KNOWN_OPEN has")
     explore.add_argument("--as-drawn", action="store_true", help="failures are not made small")
     explore.set_defaults(call=_explore)
