@@ -65,6 +65,11 @@ def test_scripts_that_failed_once_over_stages() -> None:
     assert [verdict.word for verdict in verdicts_of([parse(text) for text in texts])] == ["equal"] * 2
 
 
+def test_a_norm_with_gradients_of_another_stage_that_no_engine_trains_is_refused() -> None:
+    text = "cell stage=1 ranks=4 stages=2; add_adapter layer=blocks.0 how=bare trains=1; forward data=0; backward; clip_grads; step"
+    assert [verdict.word for verdict in verdicts_of([parse(text)])] == ["refused"]
+
+
 def test_drawn_scripts_over_experts() -> None:
     _check([among_experts(without_known(script), 2, ("listed", "stacked")[place % 2]) for place, script in enumerate(draw(8))])
 

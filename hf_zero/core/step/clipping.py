@@ -92,18 +92,22 @@ def _clip(stepper: Stepper, given: set[int] | None, limit: float, by_value: bool
 
 
 def _outside(stepper: Stepper, given: set[int] | None, name: str) -> list[torch.Tensor]:
-    """Return the visible gradients of parameters with the ids ``given`` that the engine does not train; local.
+    """Return the visible gradients of parameters with the ids ``given`` that the engine does not train; collective over a pipeline.
 
     Raises:
-        UnsupportedError: Other ranks have further parts of one.
+        UnsupportedError: Other ranks have further parts of one; on every rank.
     """
+    over_stages = stepper.trained.over_stages
     found = stepper.trained.untrained.of(given) if given is not None else []
-    for label, param, _ in found:
-        if is_part(param):
-            raise UnsupportedError(
-                f"torch.nn.utils.{name} was given {label}, which requires a gradient, is in no param group of the engine's optimizer, and "
-                f"is divided among ranks. Pass the parameters of the optimizer, or call {label}.requires_grad_(False)"
-            )
+    labels = [label for label, param, _ in found if over_stages or is_part(param)]
+    if over_stages and given is not None:
+        gathered: list[list[str]] = stepper.everyone.gather_objects(labels, "gradients of untrained parameters")
+        labels = sorted({label for by_rank in gathered for label in by_rank})
+    if labels:
+        raise UnsupportedError(
+            f"torch.nn.utils.{name} was given {labels[0]}, which requires a gradient and is in no param group of the engine's optimizer, "
+            f"while ranks divide the model. Pass the parameters of the optimizer, or call {labels[0]}.requires_grad_(False)"
+        )
     return [grad for _, _, grad in found]
 
 

@@ -150,6 +150,11 @@ class TrainedSet:
             )
 
     @property
+    def over_stages(self) -> bool:
+        """Return whether other ranks have other layers of the model (a pipeline), as of the last look; the same on every rank."""
+        return any(map(is_elsewhere, self._params))
+
+    @property
     def may_leave_out(self) -> bool:
         """Return whether the model may have parameters in no param group, as of the last look; local."""
         return self._default_group is None and (self._some_left_out or self._registrations != _Registrations.count)

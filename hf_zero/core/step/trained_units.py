@@ -59,6 +59,11 @@ class TrainedUnits:
         reducer.outside = ref(self.untrained)
         self._resting: Mapping[int, frozenset[int]] = {}  # positions of parameters that rest, by id of their unit
 
+    @property
+    def over_stages(self) -> bool:
+        """Return whether other ranks have other layers of the model (a pipeline); the same on every rank."""
+        return self._trained.over_stages
+
     def alike(self) -> Alike:
         """Look at the parameters that the script trains, remove new ones from the inner optimizer's groups, and return the digest as a fact
         for the vote of a step.
