@@ -76,7 +76,7 @@ def made_valid(run: Drawn) -> Drawn:
         run["reads"] = None
     if run["frozen"] == "unfreezes" or run["frozen"] == "freezes":
         run["resume"] = None
-    if run["frozen"] == "freezes" and run["zero"] == "kept":
+    if run["frozen"] == "freezes" and run.get("zero") == "kept":
         run["zero"] = "after"  # docs/parameters.md: plain PyTorch goes on with gradients of zeros
     if run["reads"] == "gradients" and run["kind"] == "trainer":
         run["hook"] = "before step"

@@ -350,6 +350,8 @@ class ShownGradients:
     def end(self) -> None:
         """Stop showing gradients in ``param.grad``; keep gradients that the script assigned. Local."""
         self.reads.close()
+        if not self._views:
+            return
         held = list(self._views.values())
         for (param, view), grad in zip(held, gradients_of(param for param, _ in held), strict=True):
             if grad is view:
@@ -378,6 +380,8 @@ class ShownGradients:
     def drop_removed(self, params: Iterable[torch.Tensor] | None = None) -> None:
         """Zero the reduced gradients of parameters whose shown gradient a script has set to None; ``params`` limits the check. Local."""
         self.reads.fold()
+        if not self._views:
+            return
         shown = list(self._views.values()) if params is None else [self._views[id(param)] for param in params if id(param) in self._views]
         for (_, view), grad in zip(shown, gradients_of(param for param, _ in shown), strict=True):
             if grad is None:
