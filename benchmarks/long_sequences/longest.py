@@ -51,7 +51,7 @@ START, STOP = "<!-- longest: made by python -m benchmarks.long_sequences.longest
 TEXT = """Thousands (1024) of tokens of the longest sequence that fits {memory} of each device, and in brackets GiB of host memory that a
 rank takes then: Llamas in bf16 with AdamW, stage 3, recomputed layers, one sequence at a time. By plans on a pretended accelerator; a
 16th more tokens do not fit. **States on the host**: masters, moments and parameters, as in all rows below it. **Tiles**: of 4096 tokens
-in feed-forward layers and norms (1.1b: norms without), and of 1024 in the loss. Divided sequences are shared by all ranks; others are
+in feed-forward layers and norms, and of 1024 in the loss. Divided sequences are shared by all ranks; others are
 each rank's own. **FSDP2**: torch's
 `fully_shard` and `context_parallel` as accelerate calls them, states on the host, on the same accelerator with the same tiles, gradients
 sent in bf16; without accelerate's autocast and copy of the logits in fp32, and without the memory that its streams keep, which all take
