@@ -350,7 +350,7 @@ def clip_grad_norm_(method: Callable[..., Any], accelerator: Any, parameters: An
     norm = _norm_of_waiting(engine)
     if norm is None:
         return engine.get_global_grad_norm()
-    if engine.stepper.trained.untrained.of({id(param) for param in params}):  # type: ignore[union-attr]  # their gradients count, too
+    if engine.stepper.trained.untrained.among({id(param) for param in params}):  # type: ignore[union-attr]  # their gradients count
         return torch.nn.utils.clip_grad_norm_(params, max_norm)
     engine.stepper.note_clipping(engine.progress.last_norm)  # type: ignore[union-attr, arg-type]  # an update waits, and has been measured
     return norm

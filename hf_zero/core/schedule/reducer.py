@@ -334,7 +334,7 @@ class Reducer:
             defers: Backwards may have deferred all reductions; otherwise only late gradients remain.
         """
         if not defers:
-            self._reduce_late(self._ask(self._votes(""))(), "")
+            self._reduce_late(self._ask(self._votes("", completes=True))(), "")
         elif self.exchange.reduces:
             self._reduces = self._completes = True
             self.flush()
@@ -398,11 +398,11 @@ class Reducer:
         """
         for entry in self._queue:
             entry.collected.set_aside()
-        return self._ask(self._votes(error)) if self._order is not None or self._completes else None
+        return self._ask(self._votes(error, self._completes)) if self._order is not None or self._completes else None
 
-    def _votes(self, error: str) -> list[bool]:
+    def _votes(self, error: str, completes: bool) -> list[bool]:
         outside = self.outside() if self.outside is not None else None
-        waits = outside is not None and self._completes and outside.waits()
+        waits = outside is not None and completes and outside.waits()
         return [bool(error), waits, *(entry.collected.late for entry in self._queue)]
 
     def _reduce_late(self, answers: Sequence[bool], error: str) -> str:

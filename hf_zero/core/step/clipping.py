@@ -92,15 +92,17 @@ def _clip(stepper: Stepper, given: set[int] | None, limit: float, by_value: bool
 
 
 def _outside(stepper: Stepper, given: set[int] | None, name: str) -> list[torch.Tensor]:
-    """Return the visible gradients of parameters with the ids ``given`` that the engine does not train; collective over a pipeline.
+    """Return the visible gradients of parameters with the ids ``given`` that the engine does not train; collective where ranks divide it.
 
     Raises:
         UnsupportedError: Other ranks have further parts of one; on every rank.
     """
-    over_stages = stepper.trained.over_stages
-    found = stepper.trained.untrained.of(given) if given is not None else []
+    if given is None:
+        return []
+    over_stages, untrained = stepper.trained.over_stages, stepper.trained.untrained
+    found = untrained.of(given)
     labels = [label for label, param, _ in found if over_stages or is_part(param)]
-    if over_stages and given is not None:
+    if over_stages or any(map(is_part, untrained.among(given))):  # a rank without such a gradient takes part
         gathered: list[list[str]] = stepper.everyone.gather_objects(labels, "gradients of untrained parameters")
         labels = sorted({label for by_rank in gathered for label in by_rank})
     if labels:

@@ -31,6 +31,10 @@ class UntrainedGradients:
         self._trained, self._reducer = trained, reducer
         self._network = reducer.exchange.collectives.data
 
+    def among(self, ids: Collection[int]) -> list[nn.Parameter]:
+        """Return the parameters whose id is in ``ids``, with a gradient or without, the same on every rank; local."""
+        return [param for _, param in self._trained.untrained() if id(param) in ids]
+
     def of(self, ids: Collection[int]) -> list[tuple[str, nn.Parameter, torch.Tensor]]:
         """Return name, parameter and gradient of those that have one on this rank and whose id is in ``ids``; local."""
         named = [(name, param) for name, param in self._trained.untrained() if id(param) in ids]
