@@ -17,11 +17,12 @@ from hf_zero.checkpoint.files.catalog import Catalog, Located
 from hf_zero.checkpoint.files.tensor_reader import Copy, RangeReader
 from hf_zero.checkpoint.format.index import Index
 from hf_zero.checkpoint.format.names import CONVERTED, DTYPES, INDEX_FILE, values_file
-from hf_zero.checkpoint.format.plausible import check_alike, check_values, missing_settings
+from hf_zero.checkpoint.format.plausible import check_alike, check_values, has_known_values, missing_settings
 from hf_zero.checkpoint.format.tp_shards import SavedTpShard
 from hf_zero.checkpoint.format.values import Decoder
 from hf_zero.checkpoint.state.averages import restore_averages
-from hf_zero.checkpoint.state.optimizer_state import GroupsPlan, OptimizerPlan, for_present_groups, sources_of_groups
+from hf_zero.checkpoint.state.optimizer_state import GroupsPlan, OptimizerPlan
+from hf_zero.checkpoint.state.param_groups import for_present_groups, sources_of_groups
 from hf_zero.checkpoint.state.param_states import ParamStatesPlan
 from hf_zero.checkpoint.state.rank_states import restore_rank_states
 from hf_zero.checkpoint.state.training_state import Loaded, TrainingState, values_of
@@ -333,10 +334,12 @@ class _Plan:
         saved = self._decoder.decode(self.index.scheduler)
         if saved is None:
             log_rank0("%s holds no scheduler state; the scheduler of this engine stays at its present step", self.reader.folder)
-        check_values(saved, "scheduler")
         present = scheduler.state_dict()
+        if has_known_values(scheduler):
+            check_values(saved, "scheduler")
         saved = for_present_groups(saved, present, sources, groups)
-        check_alike(present, saved, "scheduler")
+        if has_known_values(scheduler):
+            check_alike(present, saved, "scheduler")
         lost = sorted(missing_settings(present, saved)) if isinstance(saved, dict) else []
         if lost:
             raise CheckpointError(f"the checkpoint lacks {', '.join(lost)} of the scheduler")

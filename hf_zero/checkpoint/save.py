@@ -25,9 +25,10 @@ from hf_zero.checkpoint.files.rows import Entry, whole
 from hf_zero.checkpoint.files.tensor_writer import write_tensor_file
 from hf_zero.checkpoint.format.index import Index
 from hf_zero.checkpoint.format.names import CHUNK_BYTES, dtype_name, state_kind, values_file
+from hf_zero.checkpoint.format.plausible import has_known_values
 from hf_zero.checkpoint.format.records import FileRecord, OptimizerRecord
 from hf_zero.checkpoint.format.values import Encoder
-from hf_zero.checkpoint.state import optimizer_state
+from hf_zero.checkpoint.state import optimizer_state, param_groups
 from hf_zero.checkpoint.state.training_state import TrainingState
 from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import CheckpointError, ConfigError
@@ -201,7 +202,12 @@ class _Values:
                     name: encode(module.get_extra_state(), f"extra state of module {name!r}")
                     for name, module in state.modules_with_extra_state()
                 },
-                "groups": optimizer_state.group_records(optimizer, self.encoder) if optimizer is not None else (),
+                "own_classes": tuple(
+                    part
+                    for part, owner in (("optimizer", optimizer and optimizer.inner), ("scheduler", state.scheduler))
+                    if owner is not None and not has_known_values(owner)
+                ),
+                "groups": param_groups.group_records(optimizer, self.encoder) if optimizer is not None else (),
                 "common": optimizer_state.common_record(optimizer, self.encoder) if optimizer is not None else {},
             }
         return digest
@@ -397,7 +403,7 @@ def _index(head: Index, told: list[dict[str, Any]], written: list[Written]) -> I
         numbers = optimizer_state.merge_scalars([rank_told["scalars"] for rank_told in told])
         params = tuple(record for rank_told in told for record in rank_told["params"])
         everyones = [unit for rank_told in told for unit in rank_told["units"]]
-        groups = optimizer_state.complete_groups(optimizer.groups, everyones)
+        groups = param_groups.complete_groups(optimizer.groups, everyones)
         optimizer = replace(optimizer, groups=groups, states=tuple(states), scalars=numbers, params=params)
     # Every data-parallel rank describes the units of its tensor-parallel rank alike.
     units = {(unit.tensor_rank, unit.name): unit for rank_told in reversed(told) for unit in rank_told["units"]}

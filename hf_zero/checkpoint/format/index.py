@@ -45,6 +45,7 @@ class Index:
         client_state: Encoded ``client_state`` that the script passed to ``save_checkpoint`` on rank 0.
         client_states: Encoded ``client_state`` of each other rank whose value differs from rank 0's, by rank.
         files: Records of all safetensors files, by file name.
+        own_classes: Which of "optimizer" and "scheduler" the script defines; their values are not checked.
     """
 
     library: str
@@ -67,12 +68,15 @@ class Index:
     client_states: dict[str, Any] = field(default_factory=dict)
     spikes: Any = None
     files: dict[str, FileRecord] = field(default_factory=dict)
+    own_classes: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """Return the index as the text of ``index.json``."""
         fields = dataclasses.asdict(self)
         if fields["optimizer"] is not None and not fields["optimizer"]["common"]:
             del fields["optimizer"]["common"]  # nearly all optimizers have none, and earlier versions do not know the key
+        if not self.own_classes:
+            del fields["own_classes"]  # likewise
         return json.dumps({"format": FORMAT, "version": VERSION, **fields}, allow_nan=False, indent=None) + "\n"
 
     @staticmethod
@@ -93,6 +97,7 @@ class Index:
                 f"version {VERSION}. Install the version of hf_zero that wrote it"
             )
         data.setdefault("spikes", None)  # checkpoints from before it was saved lack it
+        data.setdefault("own_classes", [])
         if isinstance(data.get("optimizer"), dict):
             data["optimizer"].setdefault("common", {})
         index = read_record(Index, data, path)
@@ -133,18 +138,21 @@ class Index:
         check_scaler(decoder.decode(self.scaler))
         if not isinstance(self.scheduler, (dict, type(None))):
             raise CheckpointError(f"scheduler is {shown(self.scheduler)}, expected an object or null")
-        check_values(decoder.decode(self.scheduler), "scheduler")
+        if "scheduler" not in self.own_classes:
+            check_values(decoder.decode(self.scheduler), "scheduler")
         check_spikes(decoder.decode(self.spikes))
         if self.optimizer is not None:
+            ranges = "optimizer" not in self.own_classes
             groups = [decoder.decode(group.values) for group in self.optimizer.groups]
             for number, values in enumerate(groups):
-                check_group(values, f"optimizer.groups[{number}]")
+                check_group(values, f"optimizer.groups[{number}]", ranges)
                 if not values and any(groups):
                     raise CheckpointError(f"optimizer.groups[{number}] has no hyper-parameters, but other groups have some")
-            check_values(decoder.decode(self.optimizer.common), "optimizer.common")
+            if ranges:
+                check_values(decoder.decode(self.optimizer.common), "optimizer.common")
             states = self.optimizer.scalars
             check_numbers(
-                [(record.group, f"optimizer.scalars of unit {record.unit!r}", decoder.decode(record.values)) for record in states]
+                [(record.group, f"optimizer.scalars of unit {record.unit!r}", decoder.decode(record.values)) for record in states], ranges
             )
 
 

@@ -1,6 +1,11 @@
 """Refuse numbers that no run can have saved: learning rates, steps, loss scales and counters out of range, by name.
 
 The name of a value decides its range. Whether a possible value is also the saved one, the checksum of the index decides.
+
+[Note: whose values are checked] A script's own optimizer or scheduler may give any value to any name (``momentum=(0.9, 0.5)``, a ``step``
+that counts in halves, a best value that is still infinite), and the checkpoint that has it must load. So ranges are checked where the names
+have a known meaning: for values of the engine itself and of the classes of PyTorch and of this package. ``Index.own_classes`` says which
+values are the script's.
 """
 
 from __future__ import annotations
@@ -30,6 +35,11 @@ _SWITCHES = frozenset({"amsgrad", "maximize", "nesterov", "centered", "different
 COUNTERS = ("global_steps", "skipped_steps", "global_samples", "micro_steps")
 _SPIKES = frozenset({"norms", "losses", "consecutive", "rewinds", "updates"})
 _SCALER = frozenset({"scale", "dynamic", "good_steps", "tolerance"})
+
+
+def has_known_values(owner: object) -> bool:
+    """Return whether PyTorch or this package defines the class of an optimizer or scheduler, so that names of its values imply ranges."""
+    return type(owner).__module__.partition(".")[0] in ("torch", "hf_zero")
 
 
 def check_counters(counters: Mapping[str, Any]) -> None:
@@ -88,16 +98,22 @@ def check_spikes(spikes: Any) -> None:
             raise CheckpointError(f"spikes: {key} is {shown(value)}, expected a whole number of at least {least}")
 
 
-def check_group(values: Any, where: str) -> None:
+def check_group(values: Any, where: str, ranges: bool = True) -> None:
     """Check the hyper-parameters of a param group; they are empty if the source of a conversion had none. A rate may have another name than
     lr; ``missing_settings`` finds one that the present group has.
+
+    Args:
+        values: Hyper-parameters by name.
+        where: Description of the group for messages.
+        ranges: Whether their names imply ranges; else any values are allowed.
 
     Raises:
         CheckpointError: A check failed; the message names ``where`` and the key.
     """
     if not isinstance(values, dict):
         raise CheckpointError(f"{where} is {shown(values)}, expected a dict of hyper-parameters")
-    check_values(values, where)
+    if ranges:
+        check_values(values, where)
 
 
 def missing_settings(present: Mapping[str, Any], saved: Mapping[str, Any]) -> set[str]:
@@ -105,9 +121,13 @@ def missing_settings(present: Mapping[str, Any], saved: Mapping[str, Any]) -> se
     return {key for key in present.keys() & (_RATES | _FRACTIONS | _SWITCHES | _COUNTS) if key not in saved and key != "initial_lr"}
 
 
-def check_numbers(states: Sequence[tuple[int, str, Any]]) -> None:
-    """Check single-number states, given as (param group, place, values by name): they are finite, and states of one name have one type in
-    all places of a param group. Groups may have rules of their own.
+def check_numbers(states: Sequence[tuple[int, str, Any]], ranges: bool) -> None:
+    """Check single-number states: they are finite, and states of one name have one type in all places of a param group. Groups may have
+    rules of their own.
+
+    Args:
+        states: Param group, place, and values by name, per record.
+        ranges: Whether their names imply ranges and types; else any values are allowed.
 
     Raises:
         CheckpointError: A check failed; the message names the place and the state.
@@ -116,6 +136,8 @@ def check_numbers(states: Sequence[tuple[int, str, Any]]) -> None:
     for group, where, values in states:
         if not isinstance(values, dict):
             raise CheckpointError(f"{where} is {shown(values)}, expected a dict of states by name")
+        if not ranges:
+            continue
         check_values(values, where)
         for key, value in values.items():
             number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
@@ -145,14 +167,14 @@ def _problem(key: Any, value: Any) -> str:
     """Return a clause that says why ``value`` is not possible for the name ``key``; "" if it is possible."""
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         value = value.item()
-    if isinstance(value, float) and math.isnan(value):
-        return "which is not a number"
     if key in _SWITCHES:
-        return "" if isinstance(value, bool) else "expected true or false"
+        return "" if isinstance(value, (bool, int)) and value in (0, 1) else "expected true or false"  # SGD(nesterov=1) is valid
     if key not in _RATES | _FRACTIONS | _COUNTS or (value is None and key not in _COUNTS):
         return ""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return "expected a number"
+    if math.isnan(value):
+        return "which is not a number"
     if key in _COUNTS:
         least = -1 if key in _FROM_MINUS_ONE else 0
         return "" if least <= value <= _MOST_COUNT and value == int(value) else f"expected a whole number of at least {least}"

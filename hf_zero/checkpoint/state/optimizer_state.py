@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -12,11 +12,12 @@ import torch
 from hf_zero.checkpoint.files.catalog import Catalog, Located
 from hf_zero.checkpoint.files.rows import Entry, Piece
 from hf_zero.checkpoint.files.tensor_reader import Copy
-from hf_zero.checkpoint.format.names import DTYPES, MASTER, state_kind
-from hf_zero.checkpoint.format.plausible import check_alike, check_group, missing_settings
-from hf_zero.checkpoint.format.records import GroupRecord, OptimizerRecord, ScalarRecord, UnitRecord, present_params
+from hf_zero.checkpoint.format.names import DTYPES, state_kind
+from hf_zero.checkpoint.format.plausible import check_alike, check_group, has_known_values, missing_settings
+from hf_zero.checkpoint.format.records import OptimizerRecord, ScalarRecord
 from hf_zero.checkpoint.format.values import Decoder, Encoder, encode_scalar
 from hf_zero.checkpoint.state.own_entries import KEY, give_entries, own_entries
+from hf_zero.checkpoint.state.param_groups import EXECUTION_KEYS, differences, names_in_group, sources_of_groups, update_group
 from hf_zero.checkpoint.state.takeover import Takeover
 from hf_zero.checkpoint.state.training_state import TensorAxis
 from hf_zero.core.optimizer.clones import row_names, state_at_start
@@ -25,14 +26,8 @@ from hf_zero.core.optimizer.segments import OwnedSegment
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.units.layout import FROZEN, ParamSlot
 from hf_zero.core.units.names import has_left
-from hf_zero.core.units.unit import Unit
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import warn_once
-
-# Options of the implementation, which do not change results. The present values stay, so that a run can move between devices.
-_EXECUTION_KEYS = frozenset({"params", "fused", "foreach", "capturable"})
-_PER_GROUP = ("lr", "lrs", "lambdas", "momentums")  # last words of a scheduler's keys such as base_lrs, _last_lr, lr_lambdas
-
 
 # -- to files ---------------------------------------------------------------------------------------------------------
 
@@ -157,19 +152,6 @@ def _shaped_numbers(optimizer: ShardedOptimizer) -> set[str]:
     return numbers
 
 
-def group_records(optimizer: ShardedOptimizer, encoder: Encoder) -> tuple[GroupRecord, ...]:
-    """Return the param groups with the names of their parameters.
-
-    Raises:
-        CheckpointError: A param group holds a value that cannot be saved.
-    """
-    records = []
-    for index, group in enumerate(optimizer.param_groups):
-        values = {key: value for key, value in group.items() if key not in _EXECUTION_KEYS}
-        records.append(GroupRecord(_names(optimizer.units, index), encoder.encode(values, f"optimizer.param_groups[{index}]")))
-    return tuple(records)
-
-
 def common_record(optimizer: ShardedOptimizer, encoder: Encoder) -> dict[str, Any]:
     """Return the encoded states that the optimizer keeps under keys that are no parameters (a count of steps), and its own entries.
 
@@ -193,72 +175,6 @@ def common_record(optimizer: ShardedOptimizer, encoder: Encoder) -> dict[str, An
             found[key] = encode_scalar(value, what)
     own = own_entries(optimizer.inner, encoder)
     return {**found, KEY: own} if own else found
-
-
-def complete_groups(groups: Sequence[GroupRecord], units: Iterable[UnitRecord]) -> tuple[GroupRecord, ...]:
-    """Return rank 0's param groups, completed with the parameters of other pipeline stages that ``units`` lists."""
-    names = [dict.fromkeys(group.params) for group in groups]
-    for unit, param in present_params(units):
-        if unit.kind == MASTER and param.group >= 0:
-            names[param.group][param.name] = None
-    return tuple(replace(group, params=tuple(own)) for group, own in zip(groups, names, strict=True))
-
-
-def sources_of_groups(optimizer: ShardedOptimizer, groups: Sequence[GroupRecord], catalog: Catalog) -> list[int | None]:
-    """Return for each present param group the index of the first saved group with a parameter of it; None if there is none.
-
-    A group without parameters on this rank (of another pipeline stage) is taken to be the saved group at its position.
-    """
-    names = [{catalog.canonical(name) for name in _names(optimizer.units, index)} for index in range(len(optimizer.param_groups))]
-    return [
-        next((place for place, saved in enumerate(groups) if own & set(saved.params)), None)
-        if own
-        else (index if index < len(groups) else None)
-        for index, own in enumerate(names)
-    ]
-
-
-def for_present_groups(saved: Any, present: Any, sources: Sequence[int | None], count: int) -> Any:
-    """Return the saved state of a scheduler with its values per param group in the order of the present groups.
-
-    Param groups take over hyper-parameters by parameter name, so the learning rates that a scheduler keeps must follow them: torch's
-    ``base_lrs`` and the like are lists by position. States of inner schedulers (``_schedulers``) are changed too.
-
-    Args:
-        saved: Saved state of the scheduler, decoded.
-        present: State of the present scheduler; a present group without a saved one keeps its value.
-        sources: Index of the saved group of each present group; None if there is none.
-        count: Number of saved groups.
-
-    Raises:
-        CheckpointError: The present scheduler lacks a value for a present group without a saved one.
-    """
-    if list(sources) == list(range(count)) or not isinstance(saved, Mapping):
-        return saved
-    found = dict(saved)
-    for key, value in saved.items():
-        own = present.get(key) if isinstance(present, Mapping) else None
-        if isinstance(value, (list, tuple)) and len(value) == count and key.rsplit("_", 1)[-1] in _PER_GROUP:
-            found[key] = type(value)(_value(key, value, own, index, source) for index, source in enumerate(sources))
-        elif isinstance(value, list) and isinstance(own, list) and len(own) == len(value):  # states of inner schedulers
-            found[key] = [for_present_groups(one, other, sources, count) for one, other in zip(value, own, strict=True)]
-    return found
-
-
-def _value(key: str, saved: Sequence[Any], present: Any, index: int, source: int | None) -> Any:
-    if source is not None:
-        return saved[source]
-    if isinstance(present, (list, tuple)) and index < len(present):
-        return present[index]
-    raise CheckpointError(
-        f"scheduler[{key!r}] has a value for each of {len(saved)} saved param groups, and none for param group {index} of this optimizer, "
-        "whose parameters were not trained: pass load_lr_scheduler_states=False"
-    )
-
-
-def _names(units: Sequence[Unit], group: int) -> tuple[str, ...]:
-    slots = (slot for unit in units for slot in unit.layout.slots if slot.group == group)
-    return tuple(slot.name for slot in slots if not has_left(slot.name))
 
 
 # -- from files -------------------------------------------------------------------------------------------------------
@@ -313,7 +229,9 @@ class GroupsPlan:
         self._decoder = decoder
         self._numbers = record.numbers()
         self._takeover = Takeover(optimizer, record, catalog, self.whole)
-        self._groups = [self._match(index) for index in range(len(optimizer.param_groups))]
+        sources = sources_of_groups(optimizer, record.groups, catalog)
+        self._groups = [self._match(index, source) for index, source in enumerate(sources)]
+        self._warn_of_split_groups(sources)
         self._common: dict[str, Any] | None = None if self._takeover.foreign else decoder.decode(record.common)
 
     def warn_of_fresh(self, names: Sequence[str]) -> None:
@@ -321,24 +239,41 @@ class GroupsPlan:
         if names:
             warn_once(f"the checkpoint has no optimizer state for {len(names)} parameters ({names[0]}, ...): their state starts from zero")
 
-    def _match(self, index: int) -> dict[str, Any]:
-        """Return the saved hyper-parameters for the present param group ``index``, from the saved group that held its parameters."""
-        names = {self._catalog.canonical(name) for name in _names(self.optimizer.units, index)}
-        matches = [saved for saved in self._record.groups if names & set(saved.params)]
-        if not matches:
+    def _warn_of_split_groups(self, sources: Sequence[int | None]) -> None:
+        """Warn of present param groups with different settings that all take over those of one saved group."""
+        first: dict[int, int] = {}
+        for index, source in enumerate(sources):
+            before = first.setdefault(source, index) if source is not None else index
+            one, other = (self._replaced(number) for number in (before, index))
+            if one != other:
+                warn_once(
+                    f"param groups {before} and {index} of this optimizer were one group when the checkpoint was saved, and take over its "
+                    f"hyper-parameters; their own settings are lost: {differences(one, other)}. Set them again after the load"
+                )
+
+    def _replaced(self, index: int) -> dict[str, Any]:
+        """Return the settings of the present param group ``index`` that saved ones replace."""
+        group = self.optimizer.param_groups[index]
+        return {key: group.get(key) for key in self._groups[index] if not isinstance(group.get(key), torch.Tensor)}
+
+    def _match(self, index: int, source: int | None) -> dict[str, Any]:
+        """Return the hyper-parameters of the saved group ``source`` for the present param group ``index``; none without a source."""
+        if source is None:
             return {}
-        first, group = matches[0], self.optimizer.param_groups[index]
-        for other in matches[1:]:
+        first, group = self._record.groups[source], self.optimizer.param_groups[index]
+        names = {self._catalog.canonical(name) for name in names_in_group(self.optimizer.units, index)}
+        for other in (saved for saved in self._record.groups if names & set(saved.params)):
             if self._takeover.settings(group, other.values) != self._takeover.settings(group, first.values):
                 raise CheckpointError(
                     f"param group {index} of this optimizer holds parameters of saved groups with different settings: "
-                    f"{_differences(first.values, other.values)} ({first.params[0]} and {other.params[0]}). "
+                    f"{differences(first.values, other.values)} ({first.params[0]} and {other.params[0]}). "
                     "Build the optimizer with the groups it was saved with, or pass load_optimizer_states=False"
                 )
         values: dict[str, Any] = self._decoder.decode(first.values)
-        check_group(values, f"param group {index}")
-        taken = self._takeover.settings(group, {key: value for key, value in values.items() if key not in _EXECUTION_KEYS})
-        check_alike({key: value for key, value in group.items() if key != "params"}, taken, f"param group {index}")
+        taken = self._takeover.settings(group, {key: value for key, value in values.items() if key not in EXECUTION_KEYS})
+        if has_known_values(self.optimizer.inner):
+            check_group(taken, f"param group {index}")
+            check_alike({key: value for key, value in group.items() if key != "params"}, taken, f"param group {index}")
         self._takeover.check_switches(group, taken, f"param group {index}")
         lost = sorted(missing_settings(group, values)) if self._takeover.same_class and values else []
         if lost:
@@ -352,7 +287,7 @@ class GroupsPlan:
     def apply(self) -> None:
         """Set the hyper-parameters of the param groups, and states under keys that are no parameters, to the saved values; local."""
         for group, values in zip(self.optimizer.param_groups, self._groups, strict=True):
-            _update_group(group, values)
+            update_group(group, values)
         if self._common is not None:
             self.optimizer.state_store.settle()
             entries = self._common.pop(KEY, None)
@@ -379,7 +314,7 @@ class OptimizerPlan(GroupsPlan):
         self._tensor = tensor
         self._cut_where_histories_differ()
         self._segments = [self._plan(segment) for segment in optimizer.segments]
-        names = [name for index in range(len(optimizer.param_groups)) for name in _names(optimizer.units, index)]
+        names = [name for index in range(len(optimizer.param_groups)) for name in names_in_group(optimizer.units, index)]
         self.warn_of_fresh([name for name in names if not self._trained(name)])
 
     def _trained(self, name: str) -> bool:
@@ -400,9 +335,18 @@ class OptimizerPlan(GroupsPlan):
                 for slot, found in trained:
                     self._copy(segment, slot, found, state, flat[state])
         numbers = self._numbers_of(trained)
-        if flat:
+        if flat and not self._switched(segment.group):
             self._takeover.check_complete(segment.group, {*flat, *numbers}, trained[0][0].name)
         return SegmentPlan(segment, flat, numbers)
+
+    def _switched(self, index: int) -> bool:
+        """Return whether the saved settings switch something of the present param group ``index`` on or off (``amsgrad``, a momentum of 0),
+        so that the present settings need other states than the saved ones, which are taken over.
+        """
+        group = self.optimizer.param_groups[index]
+        saved = {key: value for key, value in self._groups[index].items() if key not in ("lr", "initial_lr")}
+        plain = (bool, int, float)
+        return any(isinstance(group.get(key), plain) and bool(group[key]) != bool(value) for key, value in saved.items())
 
     def _room(self, segment: OwnedSegment, state: str, dtype: torch.dtype, whole: bool) -> torch.Tensor:
         """Return the tensor that a saved state is read into; it is zero unless ``whole``, which says that reads fill every element."""
@@ -478,18 +422,3 @@ def _placed(value: Any, like: torch.Tensor, on_device: bool) -> Any:
     only 0-dim host tensors with tensors of a device.
     """
     return value.to(like.device) if isinstance(value, torch.Tensor) and (on_device or value.ndim) else value
-
-
-def _update_group(group: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Set the hyper-parameters of ``group`` to ``values``; write into a tensor learning rate in place, because schedulers hold it."""
-    for key, value in values.items():
-        present = group.get(key)
-        if isinstance(present, torch.Tensor):
-            present.fill_(float(value))
-        else:
-            group[key] = float(value) if isinstance(value, torch.Tensor) and isinstance(present, float) else value
-
-
-def _differences(first: Any, second: Any) -> str:
-    keys = sorted(key for key in {*first, *second} if first.get(key) != second.get(key))
-    return ", ".join(f"{key} {first.get(key)!r} and {second.get(key)!r}" for key in keys)
