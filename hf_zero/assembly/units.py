@@ -240,10 +240,12 @@ class UnitBuilder:
         """Copy rank 0's buffers to all ranks; as bytes, because backends do not support every dtype (nccl has no 16-bit integers)."""
         for name, buffer in self.module.named_buffers():
             if buffer.numel() and not buffer.is_meta:
-                contiguous = buffer.data.contiguous()
+                # An expanded buffer repeats elements, which cannot be written one by one.
+                once = buffer.data[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in buffer.stride())]
+                contiguous = once.contiguous()
                 self.collectives.data.broadcast(contiguous.reshape(-1).view(torch.uint8), 0, f"buffer {name}")
-                if contiguous.data_ptr() != buffer.data_ptr():
-                    buffer.data.copy_(contiguous)
+                if contiguous.data_ptr() != once.data_ptr():
+                    once.copy_(contiguous)
 
 
 def _refuse_lazy(module: nn.Module) -> None:

@@ -28,13 +28,14 @@ class Buffered(Mlp):
         self.codes = nn.Parameter(torch.randn(16).to(torch.float8_e5m2), requires_grad=False)
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
         self.register_buffer("order", torch.randperm(16))
+        self.register_buffer("level", torch.randn(1).expand(16))
         self.register_buffer("mask", torch.rand(16) > 0.2, persistent=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.calls += 1
         hidden = self.entry(inputs)
         hidden = (hidden + self.offset.to(hidden.dtype))[:, self.order] * self.mask
-        hidden = hidden * self.gain + self.shift.to(hidden.dtype) * self.codes.to(hidden.dtype)
+        hidden = hidden * self.gain + self.level.to(hidden.dtype) + self.shift.to(hidden.dtype) * self.codes.to(hidden.dtype)
         for block in self.blocks:
             hidden = block(hidden)
         return self.head(hidden)
