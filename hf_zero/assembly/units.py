@@ -241,7 +241,7 @@ class UnitBuilder:
         for name, buffer in self.module.named_buffers():
             if buffer.numel() and not buffer.is_meta:
                 # An expanded buffer repeats elements, which cannot be written one by one.
-                once = buffer.data[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in buffer.stride())]
+                once = buffer.data[tuple(0 if stride == 0 else slice(None) for stride in buffer.stride())]
                 contiguous = once.contiguous()
                 self.collectives.data.broadcast(contiguous.reshape(-1).view(torch.uint8), 0, f"buffer {name}")
                 if contiguous.data_ptr() != once.data_ptr():
