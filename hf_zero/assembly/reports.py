@@ -22,9 +22,10 @@ from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.progress import Clock, Progress, Reports
 from hf_zero.core.units.unit import Unit
+from hf_zero.errors import ConfigError
 from hf_zero.expert_parallel.apply import shares_of
 from hf_zero.expert_parallel.dispatch import ExpertLoad
-from hf_zero.metrics import build_sinks
+from hf_zero.metrics import Sink, build_sinks
 from hf_zero.observe import global_rank, log_rank0, logger, warn_once
 from hf_zero.offload.policy import describe_offload
 from hf_zero.profiling.recordings import RecordedStep
@@ -128,8 +129,33 @@ def reports_of(
     if optimizer is None:
         return Reports(clock, config.steps_per_print, [], [])
     measures = _measures(config, module, networks, runtime, partial(bytes_on_disk, units, optimizer), clock)
-    sinks = build_sinks(config) if networks.topology.data.rank == 0 else []
-    return Reports(clock, config.steps_per_print, sinks, measures, config.fp16.enabled)
+    return Reports(clock, config.steps_per_print, _open_monitors(config, networks), measures, config.fp16.enabled)
+
+
+def _open_monitors(config: ZeroConfig, networks: Networks) -> list[Sink]:
+    """Open the monitors on the first rank of the engine and return them; an empty list on all other ranks. Collective.
+
+    Ranks may have different sections of monitors, so every rank takes part whatever its own sections are.
+
+    Raises:
+        ConfigError: A monitor cannot be opened on the first rank. All ranks raise the same error.
+    """
+    together = [networks.collectives.data, *([networks.model] if networks.model is not None else [])]
+    sinks: list[Sink] = []
+    text = ""
+    cause: Exception | None = None
+    if all(network.rank == 0 for network in together):
+        try:
+            sinks = build_sinks(config)
+        except ConfigError as error:
+            text, cause = str(error), error
+        except Exception as error:
+            text, cause = f"a monitor cannot be opened on rank {global_rank()}: {error!r}. Set `enabled` of its section to false", error
+    for network in together:  # first to the first rank of each model-parallel group, then inside each group
+        text = network.broadcast_object(text, 0, "monitors")
+    if text:
+        raise ConfigError(text) from cause
+    return sinks
 
 
 def _clock(config: ZeroConfig, networks: Networks, module: nn.Module, progress: Progress) -> Clock:

@@ -10,7 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from hf_zero.deepspeed.pipe.module import PipelineModule
+from hf_zero.errors import ConfigError
 from tests.support import ranks
+from tests.support.models import CASES
+from tests.tensor_parallel.mpu import Mpu, made
 
 TIMES = {"elapsed_time_ms_forward", "elapsed_time_ms_backward", "elapsed_time_ms_step"}
 
@@ -56,6 +60,58 @@ def test_fp16_records_its_loss_scale_also_where_it_is_1(tmp_path: Path, scale: f
 def test_other_types_record_no_loss_scale(tmp_path: Path) -> None:
     ranks.run_ranks(_records, 1, tmp_path, {"bf16": {"enabled": True}}, 1)
     assert set(_read(tmp_path)) == {"lr", "train_loss", "grad_norm"}
+
+
+def _divided(folder: Path, how: str) -> None:
+    """Take two steps of a model that both ranks hold together, with a monitor."""
+    import deepspeed
+
+    config: dict[str, Any] = {"optimizer": {"type": "SGD", "params": {"lr": 0.125}}, "train_micro_batch_size_per_gpu": 2}
+    config["csv_monitor"] = {"enabled": True, "output_path": str(folder), "job_name": "job"}
+    torch.manual_seed(0)
+    if how == "PipelineModule":
+        stages = PipelineModule([nn.Linear(4, 4) for _ in range(2)], num_stages=2, loss_fn=nn.functional.mse_loss)
+        engine = deepspeed.initialize(model=stages, config=config)[0]
+        for _ in range(2):
+            engine.train_batch(iter([(torch.ones(2, 4), torch.zeros(2, 4))]))
+    elif how == "mpu":
+        engine = deepspeed.initialize(model=nn.Linear(4, 4), config=config, mpu=Mpu(made([[0, 1]]), made([[0], [1]])))[0]
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 4)).pow(2).mean())
+            engine.step()
+    else:
+        case = CASES["llama"]
+        section = {"tensor_parallel": {"autotp_size": 2}} if how == "tensor parallelism" else {"pipeline": {"stages": 2}}
+        engine = deepspeed.initialize(model=case.build(), config={**config, **section})[0]
+        for step in range(2):
+            engine.backward(case.forward(engine, case.rows(step, 0, 0)))
+            engine.step()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("how", ["tensor parallelism", "pipeline", "PipelineModule", "mpu"])
+def test_one_of_the_ranks_that_hold_a_model_together_writes_records(tmp_path: Path, how: str) -> None:
+    ranks.run_ranks(_divided, 2, tmp_path, how)
+    found = _read(tmp_path)
+    assert [len(rows) for rows in found.values()] == [2] * len(found)
+    assert all(float(value) > 0 for _, value in found["train_loss"])
+
+
+def _unopened(folder: Path, model_parallel: bool) -> None:
+    import deepspeed
+
+    lines = [[0, 1], [2, 3]] if model_parallel else [[0], [1], [2], [3]]
+    across = [[0, 2], [1, 3]] if model_parallel else [[0, 1, 2, 3]]
+    monitor = {"csv_monitor": {"enabled": ranks.rank() == 0, "output_path": str(folder / "file")}}
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD"}, **monitor}
+    with pytest.raises(ConfigError, match="`csv_monitor`: the folder .* cannot be used"):
+        deepspeed.initialize(model=nn.Linear(4, 4), config=config, mpu=Mpu(made(lines), made(across)))
+
+
+@pytest.mark.parametrize("model_parallel", [False, True])
+def test_a_monitor_that_cannot_be_opened_is_the_same_error_on_all_ranks(tmp_path: Path, model_parallel: bool) -> None:
+    (tmp_path / "file").touch()
+    ranks.run_ranks(_unopened, 4, tmp_path, model_parallel)
 
 
 def _names() -> None:
