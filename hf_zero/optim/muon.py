@@ -2,9 +2,9 @@
 
 [Note: torch.optim.Muon] torch has Muon from 2.9 on, and a script that passes ``torch.optim.Muon`` gets that class. The class here serves
 ``"type": "Muon"`` of a configuration, for which torch's class is not enough. It is one optimizer with AdamW for embeddings, heads and
-vectors; it takes tensors of more than two dimensions (convolutions); its default iteration (``ns_method`` "gram", DeepSpeed's) works on
-the square of the shorter side; and it runs on torch 2.8, the oldest version allowed. With ``ns_method`` "standard" both give the same
-bits, which a test checks.
+vectors; it takes tensors of more than two dimensions (stacked experts, convolutions); its default iteration (``ns_method`` "gram",
+DeepSpeed's) works on the square of the shorter side; and it runs on torch 2.8, the oldest version allowed. With ``ns_method`` "standard"
+both give the same bits, which a test checks.
 """
 
 from __future__ import annotations
@@ -35,9 +35,13 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     """Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon/) over groups with ``use_muon``, AdamW over the others.
 
     Muon per step and matrix: ``m`` moves to ``g`` by ``1 - momentum``, ``u`` is ``g`` moved to ``m`` by ``momentum`` (Nesterov), and
-    ``p = p * (1 - lr * weight_decay) - lr * sqrt(max(1, rows / columns)) * orthogonal(u)``. Tensors of more dimensions are taken as
-    matrices of ``shape[0]`` rows. State: ``momentum_buffer`` of the parameter's shape. With ``ns_method`` "standard" it is
-    ``torch.optim.Muon`` bit for bit.
+    ``p = p * (1 - lr * weight_decay) - lr * sqrt(max(1, rows / columns)) * orthogonal(u)``. State: ``momentum_buffer`` of the parameter's
+    shape. With ``ns_method`` "standard" it is ``torch.optim.Muon`` bit for bit.
+
+    [Note: Muon of more than two dimensions] As in the published code and in DeepSpeed: a tensor of three dimensions is a stack of matrices
+    (``shape[0]`` experts), and each is updated as if it were a parameter of its own. A tensor of more dimensions, the weight of a
+    convolution, is one matrix of ``shape[0]`` rows. ``rows / columns`` are the last two dimensions of the parameter in each case. A vector,
+    which neither takes, is one column.
 
     Args:
         param_groups: Dicts with ``params`` and ``use_muon``; further keys are ``lr``, ``weight_decay``, and ``momentum`` and
@@ -84,10 +88,13 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
             state["momentum_buffer"] = torch.zeros_like(grad)
         buffer = state["momentum_buffer"]
         buffer.lerp_(grad, 1 - momentum)
-        matrix = grad.lerp(buffer, momentum).reshape(len(grad), -1)
+        matrix = grad.lerp(buffer, momentum)
+        if matrix.ndim not in (2, 3):
+            matrix = matrix.reshape(len(matrix), -1)
         update = orthogonal(matrix, group["ns_method"]).reshape(param.shape)
         param.mul_(1 - lr * group["weight_decay"])
-        param.add_(update, alpha=-lr * math.sqrt(max(1, matrix.shape[0] / matrix.shape[1])))
+        rows, columns = param.shape[-2:] if param.ndim > 1 else (len(param), 1)
+        param.add_(update, alpha=-lr * math.sqrt(max(1, rows / columns)))
 
     def _update_others(self, params: list[torch.Tensor], group: Mapping[str, Any]) -> None:
         for param in params:
@@ -117,38 +124,46 @@ def orthogonal(matrix: torch.Tensor, method: str) -> torch.Tensor:
     """Return an orthogonalised ``matrix``, whose singular values are about 1, by five Newton-Schulz iterations.
 
     Args:
-        matrix: (rows, columns).
+        matrix: (rows, columns), or a stack of such matrices, (matrices, rows, columns), which are orthogonalised separately.
         method: "standard" iterates on the matrix in bf16, as published. "gram" iterates on the square of its shorter side, in fp32: the
             same polynomial, with products of the full matrix only at the start and the end.
 
     Returns:
-        (rows, columns), bf16 or fp32.
+        Shape of ``matrix``, bf16 or fp32.
     """
-    wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    tall = matrix.shape[-2] > matrix.shape[-1]
+    wide = matrix.mT if tall else matrix
     found = _by_gram(wide.float()) if method == "gram" else _by_matrix(wide.bfloat16())
-    return found.T if matrix.shape[0] > matrix.shape[1] else found
+    return found.mT if tall else found
 
 
 def _by_matrix(wide: torch.Tensor) -> torch.Tensor:
     a, b, c = _COEFFICIENTS
-    wide = wide / wide.norm().clamp(min=_EPSILON)
+    wide = _scaled(wide)
+    add_product = torch.addmm if wide.ndim == 2 else torch.baddbmm
     for _ in range(_ITERATIONS):
-        gram = wide @ wide.T
-        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+        gram = wide @ wide.mT
+        wide = add_product(wide, add_product(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
     return wide
 
 
 def _by_gram(wide: torch.Tensor) -> torch.Tensor:
     a, b, c = _COEFFICIENTS
-    wide = wide / wide.norm().clamp(min=_EPSILON)
-    gram = wide @ wide.T
-    product = torch.eye(len(wide), dtype=wide.dtype, device=wide.device)
+    wide = _scaled(wide)
+    add_product = torch.addmm if wide.ndim == 2 else torch.baddbmm
+    gram = wide @ wide.mT
+    product = torch.eye(wide.shape[-2], dtype=wide.dtype, device=wide.device).expand_as(gram)
     for _ in range(_ITERATIONS):
-        factor = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        factor.diagonal().add_(a)
+        factor = add_product(gram, gram, gram, beta=b, alpha=c)
+        factor.diagonal(dim1=-2, dim2=-1).add_(a)
         product = factor @ product
         gram = factor @ gram @ factor
     return product @ wide
+
+
+def _scaled(wide: torch.Tensor) -> torch.Tensor:
+    """Return each matrix divided by its Frobenius norm, which bounds its singular values by 1."""
+    return wide / wide.norm(dim=(-2, -1), keepdim=True).clamp(min=_EPSILON)
 
 
 # -- from the configuration -------------------------------------------------------------------------------------------

@@ -132,6 +132,33 @@ def test_both_methods_are_the_same_polynomial(shape: tuple[int, int]) -> None:
     assert torch.allclose(orthogonal(matrix, "standard").double(), exact, atol=5e-2)
 
 
+@pytest.mark.parametrize("method", ["gram", "standard"])
+@pytest.mark.parametrize("shape", [(3, 6, 4), (3, 4, 6), (2, 5, 5)])
+def test_each_matrix_of_a_stack_of_experts_is_updated_as_a_parameter_of_its_own(method: str, shape: tuple[int, ...]) -> None:
+    settings = {"use_muon": True, "lr": 0.1, "weight_decay": 0.1, "ns_method": method}
+    stack = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(3)))
+    alone = [nn.Parameter(matrix.clone()) for matrix in stack.detach()]
+    together, apart = MuonWithAuxAdam([{"params": [stack], **settings}]), MuonWithAuxAdam([{"params": alone, **settings}])
+    for step in range(3):
+        stack.grad = torch.randn(shape, generator=torch.Generator().manual_seed(step))
+        stack.grad[1] *= 1e-3  # an expert that few tokens reach
+        for param, grad in zip(alone, stack.grad, strict=True):
+            param.grad = grad.clone()
+        together.step()
+        apart.step()
+    assert torch.allclose(stack, torch.stack(list(alone)), atol=1e-5 if method == "gram" else 1e-2)
+
+
+def test_a_convolution_is_one_matrix_scaled_by_the_sides_of_its_kernel() -> None:
+    """Check the published factor: that of the last two dimensions of the weight, not of the matrix."""
+    grad = torch.randn((64, 3, 3, 2), generator=torch.Generator().manual_seed(4))
+    conv, vector = nn.Parameter(torch.zeros_like(grad)), nn.Parameter(torch.zeros(4))
+    conv.grad, vector.grad = grad, torch.ones(4)
+    MuonWithAuxAdam([{"params": [conv, vector], "use_muon": True, "lr": 1.0, "momentum": 0.0}]).step()
+    assert torch.allclose(-conv.detach(), math.sqrt(3 / 2) * orthogonal(grad.flatten(1), "gram").view_as(grad), atol=1e-5)
+    assert vector.norm() > 0.5
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -143,6 +143,49 @@ def test_more_ranks_than_parameters(stage: int) -> None:
     ranks.run_ranks(_few, 4, stage)
 
 
+class Stacked(nn.Module):
+    """A model with the weights of its experts in two stacks, as transformers 5 has them, and a router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(3, 2 * LENGTH, LENGTH) / 4)
+        self.down = nn.Parameter(torch.randn(3, CLASSES, 2 * LENGTH) / 4)
+        self.router = nn.Linear(LENGTH, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = torch.einsum("bi,eoi->beo", inputs, self.up).relu()
+        return torch.einsum("beo,eco,be->bc", hidden, self.down, self.router(inputs).softmax(-1))
+
+
+def _stacks(stage: int) -> None:
+    """Check the first update of Muon: each expert's gradient with its singular values passed through the polynomial."""
+    torch.manual_seed(0)
+    model, expected = Stacked(), Stacked()
+    expected.load_state_dict(model.state_dict())
+    case = CASES["mlp"]
+    engine = initialize(model, Run(stage=stage, extra={"optimizer": {"type": "Muon", "params": {"lr": 0.02}}}))
+    micro_step(engine, case.rows(0, 0, ranks.rank()), class_loss, 0)
+    for rank in range(ranks.world()):
+        (class_loss(expected, case.rows(0, 0, rank)) / ranks.world()).backward()
+    import hf_zero
+
+    for name in ("up", "down"):
+        found = hf_zero.utils.safe_get_full_fp32_param(getattr(model, name))
+        for weight, before, grad in zip(found, getattr(expected, name).detach(), getattr(expected, name).grad, strict=True):
+            left, values, right = torch.linalg.svd(grad.double(), full_matrices=False)
+            values = values / values.norm()
+            for _ in range(5):
+                values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+            update = left @ values.diag() @ right * math.sqrt(max(1, grad.shape[0] / grad.shape[1]))
+            assert torch.allclose((before - weight).double() / 0.02, update, atol=2e-3), name
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_muon_updates_each_expert_of_a_stack_alone(stage: int) -> None:
+    ranks.run_ranks(_stacks, 2, stage)
+
+
 def _by_config(stage: int, optimizer: dict[str, Any], dtype: str = "fp32", **extra: Any) -> Trace:
     case = CASES["gpt2"]
     run = Run(stage=stage, dtype=dtype, steps=3, extra={"optimizer": optimizer, **extra})  # clipping would bring the norm's rounding in
