@@ -46,6 +46,42 @@ def test_memory_is_logged_when_forced(caplog: pytest.LogCaptureFixture) -> None:
     assert len(lines) == 1 and "after the model: host max" in lines.pop()
 
 
+def _collectives() -> None:
+    import deepspeed.comm as comm
+
+    rank, world = ranks.rank(), ranks.world()
+    told = {"prof": True, "log_name": "mine", "debug": "here"}
+    own, every = torch.tensor([float(rank)]), torch.arange(float(world))
+    for gather in (comm.all_gather_into_tensor, comm.allgather_fn):
+        whole = torch.zeros(world)
+        assert gather(whole, input_tensor=own, **told) is None and torch.equal(whole, every)
+    whole = torch.zeros(world)
+    work = comm.all_gather_into_tensor(output_tensor=whole, tensor=own, async_op=True)
+    work.wait()
+    assert isinstance(work, comm.Work) and torch.equal(whole, every)
+    for scatter in (comm.reduce_scatter_tensor, comm.reduce_scatter_fn):
+        for sums in ({"output_tensor": (part := torch.zeros(1)), "tensor": every}, {"output": (other := torch.zeros(1)), "input": every}):
+            scatter(**sums, op=comm.ReduceOp.SUM, **told)
+        assert part.item() == other.item() == rank * world
+    exchanged = torch.zeros(world)
+    comm.all_to_all_single(exchanged, tensor=torch.full((world,), float(rank)), **told)
+    assert torch.equal(exchanged, every)
+    for reduce in (comm.all_reduce, comm.inference_all_reduce):
+        reduce(total := own.clone(), comm.ReduceOp.MAX, **told)
+        assert total.item() == world - 1
+    comm.broadcast(first := own.clone(), src=0, **told)
+    comm.all_gather_object(objects := [None] * world, rank, **told)
+    comm.barrier(**told)
+    assert first.item() == 0 and objects == [0, 1]
+    assert [comm.get_global_rank(None, 1), comm.get_global_rank(comm.get_world_group(), 1), comm.get_global_rank()] == [1, 1, 0]
+    with pytest.raises(TypeError, match="nothing"):
+        comm.all_reduce(own, nothing=1)
+
+
+def test_collectives_take_the_argument_names_of_both_libraries() -> None:
+    ranks.run_ranks(_collectives, 2)
+
+
 def _names() -> None:
     # The module first: importing it must not hide the function of the same name.
     module = importlib.import_module("deepspeed.utils.z3_leaf_module")

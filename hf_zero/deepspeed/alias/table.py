@@ -24,10 +24,11 @@ _COMM_OWN = (
     "get_local_rank",
     "get_world_size",
     "get_world_group",
+    "get_global_rank",
     "barrier",
 )
-_COMM_TORCH = (
-    "ReduceOp",
+_COMM_TORCH = ("ReduceOp", "destroy_process_group", "get_backend", "ProcessGroup", "new_group", "batch_isend_irecv", "P2POp")
+_COMM_COLLECTIVES = (
     "all_gather",
     "all_gather_into_tensor",
     "all_gather_object",
@@ -36,17 +37,10 @@ _COMM_TORCH = (
     "all_to_all_single",
     "broadcast",
     "broadcast_object_list",
-    "destroy_process_group",
     "gather",
-    "get_backend",
-    "get_global_rank",
-    "ProcessGroup",
     "irecv",
     "isend",
     "monitored_barrier",
-    "new_group",
-    "batch_isend_irecv",
-    "P2POp",
     "recv",
     "reduce",
     "reduce_scatter",
@@ -195,6 +189,7 @@ PROVIDED: Final[dict[str, str]] = {
     # Processes and devices.
     **{f"deepspeed.comm.{name}": f"hf_zero.deepspeed.served.comm:{name}" for name in _COMM_OWN},
     **{f"deepspeed.comm.{name}": f"torch.distributed:{name}" for name in _COMM_TORCH},
+    **{f"deepspeed.comm.{name}": f"hf_zero.deepspeed.served.collectives:{name}" for name in _COMM_COLLECTIVES},
     **{f"deepspeed.comm.{name}": f"hf_zero.deepspeed.served.comm:{name}" for name in ("configure", "log_summary")},
     "deepspeed.accelerator.get_accelerator": "hf_zero.deepspeed.served.accelerator:get_accelerator",
     "deepspeed.accelerator.is_current_accelerator_supported": "hf_zero.deepspeed.served.accelerator:is_current_accelerator_supported",

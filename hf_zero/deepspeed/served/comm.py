@@ -1,6 +1,6 @@
 """Implement `deepspeed.comm`: create the process group, return ranks and sizes, and log collectives (`configure`, `log_summary`).
 
-The table maps the collectives of `deepspeed.comm` to the functions of torch.distributed.
+The collectives of `deepspeed.comm` are in `collectives.py`.
 """
 
 from __future__ import annotations
@@ -99,8 +99,20 @@ def get_world_group() -> dist.ProcessGroup | None:
     return dist.group.WORLD if is_initialized() else None
 
 
-def barrier(group: dist.ProcessGroup | None = None, async_op: bool = False, device_ids: list[int] | None = None) -> Any:
-    """Wait for all ranks of ``group``; return immediately in a process without a group."""
+def get_global_rank(group: dist.ProcessGroup | None = None, group_rank: int = 0) -> int:
+    """Return the global rank of rank ``group_rank`` of ``group`` (default: all ranks)."""
+    return group_rank if group is None else dist.get_global_rank(group, group_rank)
+
+
+def barrier(
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    device_ids: list[int] | None = None,
+    prof: bool = False,
+    log_name: str = "barrier",
+    debug: str | None = None,
+) -> Any:
+    """Wait for all ranks of ``group``; return immediately in a process without a group. The last three arguments have no effect."""
     if not is_initialized():
         return None
     return dist.barrier(group=group, async_op=async_op, device_ids=device_ids)
