@@ -4,6 +4,7 @@ step.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -36,6 +37,27 @@ def _build_repeated() -> nn.Module:
 
 def _repeated(run: Run) -> None:
     check_training(_build_repeated, CASES["mlp"].rows, class_loss, run, label="blocks run twice")
+
+
+class Renamed(Mlp):
+    """A model that registers modules again, under names that come before its list of blocks: a block, a part of one, or a list of some."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        blocks = self._modules.pop("blocks")
+        again = {"block": blocks[0], "part": next(blocks[1].children()), "list": nn.ModuleList([blocks[2], blocks[0]])}
+        self.again = nn.ModuleDict({"one": blocks[1]}) if kind == "dict" else again[kind]
+        self.blocks = blocks
+
+    @staticmethod
+    def build(kind: str) -> Renamed:
+        torch.manual_seed(0)
+        return Renamed(kind)
+
+
+def _renamed(run: Run) -> None:
+    for kind in ("block", "part", "list", "dict"):
+        check_training(partial(Renamed.build, kind), CASES["mlp"].rows, class_loss, run, label=f"registered again: {kind}")
 
 
 def _albert(run: Run) -> None:
@@ -102,6 +124,11 @@ def _two_backwards(run: Run, graphs_first: bool) -> None:
 @thinned(stage=STAGES, dtype=["fp32", "bf16"])
 def test_blocks_that_run_twice_in_a_forward(stage: int, dtype: str) -> None:
     ranks.run_ranks(_repeated, 2, Run(stage=stage, dtype=dtype, accumulation=2))
+
+
+@pytest.mark.parametrize("stage", slow_but(STAGES, 3))
+def test_blocks_with_two_names(stage: int) -> None:
+    ranks.run_ranks(_renamed, 2, Run(stage=stage))
 
 
 @pytest.mark.fast_rows("3")

@@ -170,17 +170,24 @@ def _has_params(module: nn.Module) -> bool:
 
 
 def _blocks_by_structure(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the children of outermost containers that have at least two modules with parameters and a tenth of the model's elements."""
+    """Return the children of outermost containers that have at least two modules with parameters and a tenth of the model's elements.
+
+    A module that is registered under several names has the first one, as in ``named_modules``.
+    """
     total = _total_numel(model)
+    first = {id(module): name for name, module in model.named_modules()}
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or enclosing(name, found) not in (None, name):
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or enclosing(name, found) is not None:
             continue
-        children = [(child_name, child) for child_name, child in module.named_children() if _has_params(child)]
+        children = [child for child in module.children() if _has_params(child)]
         if len(children) < 2 or 10 * _total_numel(module) < total:
             continue
-        prefix = f"{name}." if name else ""
-        found.update({f"{prefix}{child_name}": child for child_name, child in children})
+        for child in children:
+            where = first[id(child)]
+            if enclosing(where, found) is None:
+                found = {block: inner for block, inner in found.items() if not block.startswith(f"{where}.")}
+                found[where] = child
     return found
 
 
