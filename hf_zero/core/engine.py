@@ -18,7 +18,7 @@ from hf_zero.core.optimizer.own_object import allow_steps_over
 from hf_zero.core.optimizer.sharded import through_step
 from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.schedule.torch_internals import recompile_limit
-from hf_zero.core.step.clipping import clip_waiting
+from hf_zero.core.step.clipping import find_waiting
 from hf_zero.core.step.precision import cast_floating
 from hf_zero.core.step.step import Stepper
 from hf_zero.core.step.written import drop_gradients
@@ -86,7 +86,7 @@ class Engine(nn.Module):
             self.runtime.backward.on_user_backward = WeakMethod(self._begin_user_backward)
             self.runtime.backward.on_broken_off = WeakMethod(self._broke_off)
             self.runtime.on_zero_grad, self.runtime.on_forward = WeakMethod(self._clear), partial(parts.optimizer.own.parts.take, True)
-            self.runtime.on_clip, self.runtime.updated = partial(clip_waiting, ref(self)), WeakMethod(parts.optimizer.group_of_tensors)
+            self.runtime.on_clip, self.runtime.updated = partial(find_waiting, ref(self)), WeakMethod(parts.optimizer.group_of_tensors)
             parts.optimizer.connect(self.step, self.zero_grad, partial(getattr, self.accumulation, "in_window"))
             if parts.stepper is not None:
                 trained = parts.stepper.trained

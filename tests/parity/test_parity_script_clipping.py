@@ -75,7 +75,7 @@ def _clipped(stage: int) -> None:
     for clip in (_all, _parts, _groups, _in_two_calls):
         _train(stage, clip, 1, False)
     _train(stage, _all, 2, stage > 0)
-    if stage == 0:  # param.grad is there, and torch does it all
+    if stage == 0:  # param.grad is visible, and torch clips it
         return
     model = MLP.build()
     config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": stage, **SMALL_MODEL}}
@@ -111,3 +111,93 @@ def _clipped(stage: int) -> None:
 @pytest.mark.parametrize("stage", slow_but(STAGES, 1, 3))
 def test_torchs_clipping_of_sharded_gradients(stage: int) -> None:
     ranks.run_ranks(_clipped, 2, stage)
+
+
+def _value(model: nn.Module, _optimizer: Any, step: int) -> list[torch.Tensor]:
+    nn.utils.clip_grad_value_(model.parameters(), 0.01 * (step + 1))
+    return []
+
+
+def _largest(model: nn.Module, _optimizer: Any, _step: int) -> list[torch.Tensor]:
+    return [clip_grad_norm_(model.parameters(), 0.01, norm_type=float("inf"))]
+
+
+def _in_two_visible_calls(model: nn.Module, _optimizer: Any, _step: int) -> list[torch.Tensor]:
+    norm = nn.utils.get_total_norm([param.grad for param in model.parameters() if param.grad is not None])
+    clip_grads_with_norm_(model.parameters(), 0.1, norm)
+    return [norm]
+
+
+def _half_precision(stage: int, clip: Clip) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the norms and weights of three steps in fp16 at a loss scale of 1024, in fp32 at stage -1."""
+    model = MLP.build()
+    fp16 = {"enabled": stage >= 0, "loss_scale": 1024, "auto_cast": True}
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_optimization": {"stage": max(stage, 0), **SMALL_MODEL}}
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    engine, optimizer = hf_zero.initialize(model=model, optimizer=sgd, config={**config, "fp16": fp16})[:2]
+    norms = []
+    for step in range(3):
+        engine.backward(class_loss(engine, MLP.rows(step, 0, ranks.rank())))
+        norms += [norm.float() for norm in clip(model, optimizer, step)]
+        engine.step()
+    with hf_zero.zero.GatheredParameters(list(model.parameters())):
+        weights = [param.detach().float().clone() for param in model.parameters()]
+    engine.destroy()
+    return norms, weights
+
+
+def _with_loss_scale() -> None:
+    for clip in (_all, _parts, _groups, _value, _largest, _in_two_visible_calls):
+        norms, weights = _half_precision(-1, clip)
+        for stage in (0, 2) if clip not in (_largest, _in_two_visible_calls) else (0,):
+            label = f"{clip.__name__}, stage {stage}"
+            found = _half_precision(stage, clip)
+            torch.testing.assert_close(found, (norms, weights), rtol=2e-2, atol=4e-3, msg=lambda text, label=label: f"{label}: {text}")
+    with pytest.raises(RuntimeError, match="non-finite"):
+        _half_precision(0, lambda model, _optimizer, _step: [clip_grad_norm_(_infinite(model), 1.0, error_if_nonfinite=True)])
+
+
+def _infinite(model: nn.Module) -> list[nn.Parameter]:
+    params = list(model.parameters())
+    assert params[0].grad is not None
+    params[0].grad.fill_(float("inf"))
+    return params
+
+
+def test_clipping_of_visible_gradients_with_a_loss_scale() -> None:
+    ranks.run_ranks(_with_loss_scale, 2)
+
+
+def _of_two_engines(stages: tuple[int, int]) -> None:
+    models = [[MLP.build().to(ranks.device()) for _ in range(2)] for _ in range(2)]  # plain ones and those of engines
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for pair in models for model in pair]
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0}
+    engines = [
+        hf_zero.initialize(model=model, optimizer=optimizer, config={**config, "zero_optimization": {"stage": stage, **SMALL_MODEL}})[0]
+        for model, optimizer, stage in zip(models[1], optimizers[2:], stages, strict=True)
+    ]
+    for step in range(3):
+        for factor, plain, engine in zip((1, 3), models[0], engines, strict=True):
+            for rank in range(ranks.world()):
+                (factor * class_loss(plain, MLP.rows(step, 0, rank)) / ranks.world()).backward()
+            engine.backward(factor * class_loss(engine, MLP.rows(step, 0, ranks.rank())))
+        if step < 2:
+            expected, found = (clip_grad_norm_([param for model in pair for param in model.parameters()], 0.05) for pair in models)
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+        else:
+            for pair in models:
+                nn.utils.clip_grad_value_([param for model in pair for param in model.parameters()], 0.01)
+        for update in (*engines, *optimizers[:2]):
+            update.step()
+        for optimizer in optimizers[:2]:
+            optimizer.zero_grad()
+    with hf_zero.zero.GatheredParameters([param for model in models[1] for param in model.parameters()]):
+        for plain, model in zip(*models, strict=True):
+            torch.testing.assert_close(list(model.parameters()), list(plain.parameters()), rtol=1e-5, atol=2e-6)
+    for engine in engines:
+        engine.destroy()
+
+
+@pytest.mark.parametrize("stages", slow_but([(2, 2), (3, 0), (0, 0), (3, 3)], (3, 0)))
+def test_clipping_of_two_engines_by_one_norm(stages: tuple[int, int]) -> None:
+    ranks.run_ranks(_of_two_engines, 2, stages)

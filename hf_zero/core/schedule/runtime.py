@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, Protocol
-from weakref import WeakMethod, WeakSet, ref
+from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from hf_zero.core.schedule.forward_hooks import RAISED, ForwardHooks
 from hf_zero.core.schedule.outside_reads import OutsideReads
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.schedule import ForwardPhase, UnshardSchedule
-from hf_zero.core.schedule.script_clipping import clip_by_norm, clip_by_value
+from hf_zero.core.schedule.script_clipping import LossScale, OnClip, clip_by_norm, clip_by_value
 from hf_zero.core.schedule.torch_internals import (
     around_clipping,
     around_clipping_by_value,
@@ -155,8 +155,9 @@ class Runtime:
         backward: Actions of the hooks in backward.
         saved: Hooks of what functions save for backward.
         on_zero_grad: Called with parameters whose gradients a script clears; returns the ids of those whose ``grad`` stays.
-        on_clip: Called with parameters without reduced ``grad`` whose gradients a script clips, the largest norm and its order, or the
-            largest value and None; returns the norm before, or None if no gradients wait.
+        on_clip: Called with parameters whose gradients a script clips, and the order of the norm, or None to clip by value; returns the
+            gradients, or None if none wait.
+        scaler: Owner of the loss scale that the gradients contain.
         joining: Returns the ids of parameters whose gradients are those of this rank until the step, because they did not train before.
         updated: Returns the param groups, by id, of the tensors that the engine's optimizer holds in place of parameters.
         on_forward: Called when a forward of the module begins outside of a backward.
@@ -188,7 +189,8 @@ class Runtime:
         self._parts = PartsInLoss(module)
         self.backward = BackwardPhase(root, blocks, schedule, reducer, self.forward.stack, self._parts)
         self.on_zero_grad: WeakMethod[Callable[[Sequence[nn.Parameter]], frozenset[int]]] | None = None
-        self.on_clip: Callable[[Sequence[torch.Tensor], float, float | None], torch.Tensor | None] | None = None
+        self.on_clip: OnClip | None = None
+        self.scaler: LossScale | None = None
         self.updated: WeakMethod[Callable[[], dict[int, int]]] | None = None
         self.joining: WeakMethod[Callable[[], set[int]]] | None = None
         self.on_forward: Callable[[], None] | None = None
@@ -213,7 +215,7 @@ class Runtime:
         unguard_unprepared(self.module)
         self.module.__dict__[_ATTRIBUTE] = self
         make_picklable(self.module)
-        _attached.add(self)
+        _attached[self] = None
         before_zero_grad(_clear)
         around_clipping(partial(clip_by_norm, _attached))
         around_clipping_by_value(partial(clip_by_value, _attached))
@@ -262,7 +264,7 @@ class Runtime:
         self._handles = []
         self.backward.detach()
         self._outside_reads.detach()
-        _attached.discard(self)
+        _attached.pop(self, None)
         remove_pickling(self.module)
         if self.module.__dict__.get(_ATTRIBUTE) is self:
             del self.module.__dict__[_ATTRIBUTE]
@@ -410,7 +412,8 @@ class Runtime:
         return self
 
 
-_attached: WeakSet[Runtime] = WeakSet()
+# In the order in which the engines were built, which all ranks share: engines that are asked one after the other communicate.
+_attached: WeakKeyDictionary[Runtime, None] = WeakKeyDictionary()
 
 
 def _clear(params: Sequence[nn.Parameter]) -> set[int]:

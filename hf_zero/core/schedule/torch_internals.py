@@ -206,14 +206,15 @@ _scale_gradients: Any = getattr(clip_grad, _SCALING, None)
 _total_norm: Any = getattr(clip_grad, "_get_total_norm", None)
 
 
-def around_clipping(function: Callable[[list[torch.Tensor], float, float, torch.Tensor], bool]) -> None:
+def around_clipping(function: Callable[[list[torch.Tensor], float, float, torch.Tensor], float]) -> None:
     """Call ``function`` where ``torch.nn.utils.clip_grad_norm_`` scales gradients, whichever name a script has imported it by.
 
     torch has no hook for this. A second call replaces the function; versions of torch without these inner functions are left alone.
 
     Args:
         function: Called with the parameters, the largest norm, the order of the norm and the norm, 0-dim, which it may overwrite; returns
-            whether it has scaled the gradients. Its norm is checked for ``error_if_nonfinite``, as torch checks its own.
+            the loss scale of the gradients that it has clipped, or 0 if it has clipped none. Its norm is checked for
+            ``error_if_nonfinite``, as torch checks its own.
     """
     if _scale_gradients is None or _total_norm is None:
         return
@@ -253,7 +254,7 @@ def _cells(decorated: Any, name: str) -> list[Any]:
     return [cell for cell, inner in functions if getattr(inner, "__name__", "") == name and not hasattr(inner, "__wrapped__")]
 
 
-def _clip_with_norm_by(function: Callable[[list[torch.Tensor], float, float, torch.Tensor], bool]) -> Callable[..., None]:
+def _clip_with_norm_by(function: Callable[[list[torch.Tensor], float, float, torch.Tensor], float]) -> Callable[..., None]:
     """Call ``function`` where a script calls ``torch.nn.utils.clip_grads_with_norm_``, with a norm of the gradients that it could see.
 
     Returns:
@@ -266,9 +267,10 @@ def _clip_with_norm_by(function: Callable[[list[torch.Tensor], float, float, tor
         def call(parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None) -> None:
             params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
             given = total_norm.detach().clone()
-            if not function(params, float(max_norm), 2.0, total_norm):
+            scale = function(params, float(max_norm), 2.0, total_norm)  # visible gradients contain it, and so does a norm of them
+            if not scale:
                 inner(params, max_norm, total_norm, foreach)
-            elif given and not torch.isclose(given, total_norm, rtol=_CLOSE):
+            elif given and not any(torch.isclose(given, total_norm * factor, rtol=_CLOSE) for factor in (1.0, scale)):
                 raise UnsupportedError(
                     f"torch.nn.utils.clip_grads_with_norm_ was called with the norm {float(given):g}, and that of the gradients, which are "
                     f"sharded, is {float(total_norm):g}: the engine clips by their 2-norm only. Call torch.nn.utils.clip_grad_norm_ instead"

@@ -11,13 +11,11 @@ import torch
 
 from hf_zero import native
 from hf_zero.comm.collectives import Collectives
+from hf_zero.core.schedule.script_clipping import EPSILON
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.marks import TpShard, tp_shard_of
 from hf_zero.core.units.unit import Unit
 from hf_zero.native.library import ELEMENT_TYPES, library
-
-# torch.nn.utils.clip_grad_norm_ adds the same constant, so that a clipped step equals PyTorch's exactly.
-EPSILON = 1e-6
 
 # torch's CPU norm sums in fp32: over a flat unit of 6 million elements its error is 1.7e-4, in pieces of this size 2e-7.
 _CHUNK_NUMEL = 1 << 16

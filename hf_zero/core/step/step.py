@@ -132,7 +132,7 @@ class Stepper:
         self.runtime = runtime
         self.reducer = reducer
         self.optimizer = optimizer
-        self.scaler = scaler
+        self.scaler = runtime.scaler = scaler
         self.collectives = collectives
         self.settings = settings
         self.trained = trained
