@@ -48,6 +48,7 @@ class Engine(nn.Module):
         offloaded_states: State that has been moved to the host while the engine is idle.
         preemption: Signals that ask the ranks to end.
         averages: Averages of the engine's weights.
+        plain_backwards: Whether a backward that the script starts is one of plain PyTorch: nothing divides it, and the next step updates.
         destroyed: Whether ``destroy`` was called.
     """
 
@@ -77,6 +78,7 @@ class Engine(nn.Module):
         self._long_waits = parts.long_waits
         self._explain = parts.explain
         self.averages, self.destroyed = AppliedAverages(), False
+        self.plain_backwards = False
         self._run_again = RunAgain()
         gradients = parts.stepper.reducer.gradients if parts.stepper is not None else ()
         self.offloaded_states = OffloadedStates(parts.runtime, parts.units, parts.collectives.topology.device, parts.optimizer, gradients)
@@ -200,9 +202,9 @@ class Engine(nn.Module):
         """[Note: a backward the user starts]
 
         ``loss.backward()`` on a loss made of the engine's outputs is a micro-step like ``engine.backward(loss)``: its gradients are divided
-        by ``gradient_accumulation_steps``, on their way into the flat buffers. If there is a loss scale, the caller must have multiplied
-        the loss by it (``scale``). Another engine's ``backward`` that reaches this module (the two halves of a GAN) has divided already,
-        and has scaled with its own loss scale, which is exchanged for ours.
+        by ``gradient_accumulation_steps``, on their way into the flat buffers, unless ``plain_backwards`` is set. If there is a loss scale,
+        the caller must have multiplied the loss by it (``scale``). Another engine's ``backward`` that reaches this module (the two halves
+        of a GAN) has divided already, and has scaled with its own loss scale, which is exchanged for ours.
         """
         self._require_optimizer("a backward of its module")
         scale, scaled, self._scaled_by_user = self.scaler.scale, self._scaled_by_user, False
@@ -216,7 +218,9 @@ class Engine(nn.Module):
                 f"Loss scaling is required: loss.backward() without the loss scale of {scale:g}, so small fp16 gradients "
                 "would be lost: call engine.backward(loss), or engine.scale(loss).backward()"
             )
-        self._begin_micro_step(1.0 / self.accumulation.steps)
+        if self.plain_backwards and self.accumulation.managed:
+            self.accumulation.say(True)  # inside a no_sync it has no effect
+        self._begin_micro_step(1.0 if self.plain_backwards else 1.0 / self.accumulation.steps)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Take an optimizer step at a boundary: clip, update, all-gather updated parameters, step the scheduler. Do nothing before the

@@ -9,6 +9,10 @@ waits for ``optimizer.step()``, and ``zero_grad()`` drops the gradients, as with
 [Note: loops that never step] Scripts that know DeepSpeed may leave ``optimizer.step()`` out. The first update of each engine waits for it
 too; if the loop goes on to its next forward without that call, the update is made there, and from then on ``backward`` updates.
 
+[Note: backwards that accelerate does not make] ``loss.backward()`` and ``engine.backward(loss)`` train too, at the next
+``optimizer.step()``. As under DDP, where accelerate divides the losses that it is given and no others, the first divides nothing by
+``gradient_accumulation_steps``; the second is DeepSpeed's method and divides.
+
 [Note: several models of one Accelerator] accelerate passes every loss to the engine that was prepared first. If there are several, the loss
 runs its own backward, in which each engine that it reaches collects its gradients; each optimizer's ``step()`` updates its engine.
 """
@@ -202,11 +206,22 @@ def backward_of_several(method: Callable[..., None], accelerator: Any, loss: Any
     if any(engine.optimizer.needs_scaler() for engine in engines):
         engines[0].backward(loss, **kwargs)  # multiplies the loss by its scale, which the others exchange for theirs
     else:
-        loss.backward(**kwargs)
+        _backward_divided(engines, loss, **kwargs)
     for engine, loop in zip(engines, loops, strict=True):
         if engine.accumulation.awaits_update:  # a critic may step several times before its generator steps for the first time
             _wait(loop, engine, any(other.steps for other in loops))
     return None
+
+
+def _backward_divided(engines: Sequence[Engine], loss: Any, **kwargs: Any) -> None:
+    """Run the backward of ``loss``, which each engine divides by its ``gradient_accumulation_steps``."""
+    for engine in engines:
+        engine.plain_backwards = False
+    try:
+        loss.backward(**kwargs)
+    finally:
+        for engine in engines:
+            engine.plain_backwards = True
 
 
 def _follow_accumulation(engine: Engine, steps: int) -> None:
@@ -238,6 +253,9 @@ def prepare(method: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: 
         )
     script_values.use_scaler(accelerator)
     found = method(accelerator, *args, **kwargs)
+    for engine in found:
+        if isinstance(engine, Engine):
+            engine.plain_backwards = True
     return tuple(_prepared_alone(accelerator, one) if isinstance(one, torch.optim.lr_scheduler.LRScheduler) else one for one in found)
 
 
@@ -281,24 +299,26 @@ def step(method: Callable[..., None], wrapper: Any, *args: Any, **kwargs: Any) -
 
     Raises:
         StateError: Several backwards since the last call have made an update each, although the loop steps once.
+        ConfigError: The loader's batch size differs from the configuration's.
     """
     method(wrapper, *args, **kwargs)
     state = _gradient_state()
     completes = state.sync_gradients
     setattr(state, _SAID, False)
-    loop = _loop_of(wrapper)
-    if loop is None:
+    engine = _engine_of_optimizer(wrapper)
+    if engine is None or not (engine.optimizer in _loops or engine.accumulation.awaits_step):
         return
+    loop = _begun(engine)
     loop.know()
     updates, loop.updates, loop.steps = loop.updates, 0, True
-    if updates > 1:
+    if updates > 1 or (updates and completes and engine.accumulation.awaits_step):
         raise StateError(
-            f"accelerator.backward() was called several times before optimizer.step() and has made {updates} updates: with DeepSpeed "
-            "accelerate updates in every backward() that it considers the last of an optimizer step. For gradient accumulation use "
+            f"backward was called several times before optimizer.step(), and accelerator.backward() has made {updates} update(s): with "
+            "DeepSpeed accelerate updates in every backward() that it considers the last of an optimizer step. To accumulate gradients use "
             "Accelerator(gradient_accumulation_steps=N), do not divide the loss yourself, and put each micro-step inside `with "
             "accelerator.accumulate(model):`. If a micro-step has several losses, add them and call backward() once"
         )
-    if loop.waiting and completes:
+    if completes and (loop.waiting or _complete(engine)):
         loop.waiting = 0
         wrapper.optimizer.step()
 
@@ -310,11 +330,15 @@ def zero_grad(method: Callable[..., None], wrapper: Any, *args: Any, **kwargs: A
         StateError: Gradients were dropped several times, and the loop never calls ``optimizer.step()``.
     """
     method(wrapper, *args, **kwargs)
-    loop = _loop_of(wrapper)
-    if loop is None or not _gradient_state().sync_gradients:
+    engine = _engine_of_optimizer(wrapper)
+    if engine is None or not _gradient_state().sync_gradients:
         return
-    if not loop.waiting:
-        wrapper.optimizer.engine.runtime.begin_clearing()
+    loop = _loops.get(engine.optimizer)
+    if loop is None or not loop.waiting:
+        if engine.accumulation.awaits_update:
+            engine.zero_grad()
+        else:
+            engine.runtime.begin_clearing()
         return
     loop.waiting, loop.dropped = 0, loop.dropped + (not loop.steps)
     if loop.dropped > _MOST:
@@ -344,7 +368,8 @@ def clip_grad_norm_(method: Callable[..., Any], accelerator: Any, parameters: An
     if not isinstance(engine, Engine) or not isinstance(engine.optimizer, ShardedOptimizer):
         return method(accelerator, params, max_norm, norm_type)
     loop = _loops.get(engine.optimizer)
-    script_values.clip(engine, accelerator.deepspeed_plugin, params, max_norm, norm_type, loop is not None and not loop.waiting)
+    waits = _waits(engine)
+    script_values.clip(engine, accelerator.deepspeed_plugin, params, max_norm, norm_type, loop is not None and not waits)
     if loop is not None:
         loop.clips = True
     norm = _norm_of_waiting(engine)
@@ -376,8 +401,7 @@ def _engine_of(accelerator: Any, params: Sequence[torch.Tensor]) -> Any:
 
 def _norm_of_waiting(engine: Any) -> float | None:
     """Return the norm of the gradients whose update waits, which is collective; None if no update waits."""
-    loop = _loops.get(engine.optimizer) if isinstance(engine, Engine) and engine.optimizer is not None else None
-    if loop is None or not loop.waiting:
+    if not isinstance(engine, Engine) or engine.stepper is None or not _waits(engine):
         return None
     measured = engine.stepper.measure()
     norm = float(measured)
@@ -387,8 +411,30 @@ def _norm_of_waiting(engine: Any) -> float | None:
     return norm
 
 
-def _loop_of(wrapper: Any) -> _Loop | None:
-    return _loops.get(wrapper.optimizer) if isinstance(wrapper.optimizer, ShardedOptimizer) else None
+def _engine_of_optimizer(wrapper: Any) -> Engine | None:
+    """Return the engine that accelerate's ``wrapper`` of an optimizer steps; None if there is none, or none any more."""
+    engine = getattr(wrapper.optimizer, "engine", None)
+    return engine if isinstance(engine, Engine) and isinstance(engine.optimizer, ShardedOptimizer) else None
+
+
+def _waits(engine: Engine) -> bool:
+    """Return whether an update of ``engine`` waits for ``optimizer.step()``; collective if the script's own backwards come before it."""
+    loop = _loops.get(engine.optimizer) if engine.optimizer is not None else None
+    return (loop is not None and loop.waiting > 0) or (_gradient_state().sync_gradients and _complete(engine))
+
+
+def _complete(engine: Engine) -> bool:
+    """Let the backwards so far complete an optimizer step, which those of ``engine.backward`` do by their number only; collective then.
+
+    Returns:
+        Whether there is a step to take.
+    """
+    count = engine.accumulation
+    if count.awaits_step and not count.awaits_update and not count.in_no_sync and count.completed():
+        assert engine.stepper is not None
+        engine.stepper.prepare(boundary=True)
+        engine.stepper.reducer.complete(engine.stage_policy.allows_deferral)
+    return count.awaits_update
 
 
 def _gradient_state() -> Any:

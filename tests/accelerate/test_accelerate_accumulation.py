@@ -180,7 +180,8 @@ def _updates_of_several_backwards() -> None:
         for inputs, targets in parts:
             loop.accelerator.backward(_sum(loop.model(inputs), targets) / items)
         with pytest.raises(
-            StateError, match=r"before optimizer.step\(\) and has made 2 updates.*Accelerator\(gradient_accumulation_steps=N\)"
+            StateError,
+            match=r"before optimizer.step\(\), and accelerator.backward\(\) has made 2 .*Accelerator\(gradient_accumulation_steps=N\)",
         ):
             loop.optimizer.step()
     with _prepared(2, 2) as loop:
