@@ -114,8 +114,10 @@ def merge(results: Sequence[Any], weights: Sequence[float] | torch.Tensor) -> An
         return results[0]
     loss = loss_of(results[0])
     columns = list(zip(*([tensor for _, tensor in tensors_in(result)] for result in results), strict=True))
-    merged = iter(
-        sum(value * weight for value, weight in zip(column, weights, strict=True)) if column[0] is loss else torch.cat(column)
-        for column in columns
-    )
+    merged = iter(sum(map(_weighted, column, weights)) if column[0] is loss else torch.cat(column) for column in columns)
     return map_tensors(results[0], lambda _: next(merged))
+
+
+def _weighted(value: torch.Tensor, weight: float | torch.Tensor) -> torch.Tensor:
+    """Return a part's summand of the batch's loss; 0 where the part has no label, as its own mean is no number then."""
+    return (torch.where(weight > 0, value, 0) if isinstance(weight, torch.Tensor) else value) * weight
