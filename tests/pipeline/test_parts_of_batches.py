@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from tests.pipeline.pipelines import check
 from tests.support import parity, ranks
