@@ -30,6 +30,7 @@ from hf_zero.core.step.trained_set import Joining
 from hf_zero.core.units.grouping import BlockSpec, NamedParam, build_blocks, build_unit, enclosing, lowest_modules
 from hf_zero.core.units.layout import FROZEN
 from hf_zero.core.units.marks import ParamListener, float8_type, is_elsewhere, is_expert, is_packed, is_wrapped, stages_of, tp_shard_of
+from hf_zero.core.units.names import named_params
 from hf_zero.core.units.registration import register_loose
 from hf_zero.core.units.shard import ShardStorage
 from hf_zero.core.units.unit import Unit, UnitSpec, find_unit, full_shape
@@ -134,9 +135,10 @@ class UnitBuilder:
         return sum(numel * itemsize for numel, itemsize in sizes) / max(1, sum(numel for numel, _ in sizes))
 
     def _members(self, inner: torch.optim.Optimizer | None) -> list[NamedParam]:
-        names = {id(param): name for name, param in self.module.named_parameters()}
+        named = list(named_params(self.module))
+        names = {id(param): name for name, param in named}
         self.groups = group_of_params(inner, names) if inner is not None else {}
-        return [NamedParam(name, param, self._group(param)) for name, param in self.module.named_parameters()]
+        return [NamedParam(name, param, self._group(param)) for name, param in named]
 
     def _group(self, param: nn.Parameter) -> int:
         return self.groups.get(id(param), FROZEN) if param.requires_grad else FROZEN

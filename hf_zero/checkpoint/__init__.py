@@ -14,8 +14,8 @@ records of the places of parameters in them. The subpackages, in the order in wh
     checkpoints, and which are complete), ``staging`` ([Note: one folder for each save]), ``store_saves`` (in an object store), ``targets``
     (a folder or an object store), ``node_local``, ``background`` (a thread writes a copy of the state, [Note: a save in the background]),
     ``file_exchange`` and ``snapshot_nodes`` (files of one node on another), ``trainer_folders``
-- ``state/``: the saved state: ``training_state``, ``averages`` of weights, ``optimizer_state`` (states divided like the shards),
-  ``param_groups`` (their settings, and which saved group a present one follows),
+- ``state/``: the saved state: ``training_state``, ``module_entries`` ([Note: entries of modules]), ``averages`` of weights,
+  ``optimizer_state`` (states divided like the shards), ``param_groups`` (their settings, and which saved group a present one follows),
   ``param_states`` (states of whole parameters), ``rank_states`` (1-bit Adam and LoCo), ``takeover`` (from another optimizer class),
   ``beside`` (random generators and schedulers of a script)
 - ``model/``: unsharded weights alone: a state dict (``export``), safetensors files (``model_files``), or a stream of buckets

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from hf_zero.checkpoint.format.records import LooseRecord, ParamRecord, ParamSta
 from hf_zero.checkpoint.format.tp_shards import SavedTpShard
 from hf_zero.checkpoint.state import optimizer_state
 from hf_zero.checkpoint.state.averages import average_files, row_entries
+from hf_zero.checkpoint.state.module_entries import savers
 from hf_zero.checkpoint.state.param_states import param_states
 from hf_zero.checkpoint.state.rank_states import rank_states
 from hf_zero.checkpoint.state.training_state import Holders, TrainingState, values_of
@@ -160,7 +161,12 @@ def _share_out(
     mine = [(name, param) for name, param in params if shards[name].dim is not None or holders.part == 0]
     buffers = buffers if holders.part == 0 else {}
     portions = [[entry] for entry in mine] + _by_module(buffers)
-    owners = share_out([sum(value.nbytes for _, value in portion) for portion in portions], holders.world)
+    of_first = savers(state.module) if buffers else set[str]()
+
+    def first(index: int, _: Sequence[int]) -> int | None:
+        return 0 if index >= len(mine) and _module_of(portions[index][0][0]) in of_first else None
+
+    owners = share_out([sum(value.nbytes for _, value in portion) for portion in portions], holders.world, first)
     held = [entry for portion, owner in zip(portions, owners, strict=True) if owner == holders.rank for entry in portion]
     file = _own_file(holders, MODULE)
     files.setdefault(file, []).extend(whole(name, value.detach()) for name, value in held)
@@ -172,12 +178,17 @@ def _by_module(buffers: dict[str, torch.Tensor]) -> list[list[tuple[str, torch.T
     """Group buffers by module; one rank writes all buffers of a module.
 
     [Note: buffers of one module] Each rank updates buffers from its own batches, and the buffers of a module depend on each other (a mean
-    and its variance, a queue and its pointer). One rank saves all buffers of a module, so that they are consistent.
+    and its variance, a queue and its pointer). One rank saves all buffers of a module, so that they are consistent: rank 0 where it also
+    saves extra state or entries of the module.
     """
     modules: dict[str, list[tuple[str, torch.Tensor]]] = {}
     for name, buffer in buffers.items():
-        modules.setdefault(name.rpartition(".")[0], []).append((name, buffer))
+        modules.setdefault(_module_of(name), []).append((name, buffer))
     return list(modules.values())
+
+
+def _module_of(buffer: str) -> str:
+    return buffer.rpartition(".")[0]
 
 
 def _loose_record(name: str, file: str, held: SavedTpShard) -> LooseRecord:

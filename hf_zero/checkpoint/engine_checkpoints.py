@@ -30,6 +30,7 @@ from hf_zero.core.engine_parts import Restored
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.step.written import WrittenValues
 from hf_zero.core.units.marks import tp_shard_of
+from hf_zero.core.units.names import named_params
 from hf_zero.errors import CheckpointError, ConfigError, StateError, UnsupportedError
 from hf_zero.observe import log_rank0, logger, warn_once
 from hf_zero.system import signals
@@ -432,7 +433,7 @@ def _tensor_axis(engine: Engine) -> TensorAxis:
     if model is None and engine.collectives.topology.expert is None:
         return TensorAxis()
     shards = {}
-    for name, param in engine.module.named_parameters():
+    for name, param in named_params(engine.module):
         part = tp_shard_of(param)
         if part is not None:
             shards[name] = SavedTpShard(tuple(part.full_shape), part.dim, tuple((piece.start, piece.stop) for piece in part.ranges))

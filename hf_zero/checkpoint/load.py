@@ -21,6 +21,7 @@ from hf_zero.checkpoint.format.plausible import check_alike, check_values, has_k
 from hf_zero.checkpoint.format.tp_shards import SavedTpShard
 from hf_zero.checkpoint.format.values import Decoder
 from hf_zero.checkpoint.state.averages import restore_averages
+from hf_zero.checkpoint.state.module_entries import load_own, own_loaders
 from hf_zero.checkpoint.state.optimizer_state import GroupsPlan, OptimizerPlan
 from hf_zero.checkpoint.state.param_groups import for_present_groups, sources_of_groups
 from hf_zero.checkpoint.state.param_states import ParamStatesPlan
@@ -31,6 +32,7 @@ from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
 from hf_zero.core.units.layout import FROZEN
 from hf_zero.core.units.marks import is_elsewhere, is_packed, is_wrapped
+from hf_zero.core.units.names import bare_name, named_params
 from hf_zero.core.units.unit import Unit
 from hf_zero.core.units.values import all_gather_updated, publish, write_back
 from hf_zero.errors import CheckpointError
@@ -207,12 +209,11 @@ class _Plan:
         decoder = _decoder(self.reader, 0, request.may_unpickle)
         self.client_state = _client_state(self.index, self.reader, state.everyone.rank, request.may_unpickle)
         self._decoder = decoder
-        # A model of Hugging Face that was converted does not tell buffers from parameters.
-        loose = {record.name: record.file for record in self.index.loose}
-        self._buffer_files = {**{name: loose[name] for name in state.buffers() if name in loose}, **self.index.buffers}
-        self._aliases: dict[str, list[str]] = {}  # further names of tied parameters in this model
+        self._aliases: dict[str, list[str]] = {}  # further names of tied parameters and buffers in this model
         for alias, name in state.aliases().items():
             self._aliases.setdefault(name, []).append(alias)
+        self._saved_buffers = self._find_buffers()
+        self._own_loaders = own_loaders(state.module)
         self._copies: list[Copy] = []
         self._after: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensors whose elements do not lie in a row, and their copies
         if request.strict:
@@ -236,17 +237,18 @@ class _Plan:
     # -- planning
 
     def _check_names(self) -> None:
-        excluded = {self.catalog.canonical(name) for name in self.index.excluded}
-        aliases = self.state.aliases()
-        model = {self.catalog.canonical(self._name(name)) for name, _ in self.state.module.named_parameters()}
+        excluded = {bare_name(self.catalog.canonical(name)) for name in self.index.excluded}
+        aliases, used = set(map(bare_name, self.state.aliases())), {name for _, name in self._saved_buffers.values()}
+        model = {self.catalog.canonical(self._name(name)) for name, _ in named_params(self.state.module)}
         buffers = set(self.state.buffers())
-        stored = set(self._buffer_files)
-        missing = sorted(model - self.catalog.names - excluded) + sorted(buffers - stored)
-        spare = sorted(self.catalog.names - model - set(aliases) - stored) + sorted(stored - buffers)
+        missing = sorted(name for name in model - self.catalog.names if bare_name(name) not in excluded)
+        missing += sorted(buffers - self._saved_buffers.keys())
+        spare = sorted(name for name in self.catalog.names - model - used if bare_name(name) not in aliases)
+        spare += sorted(name for name in self.index.buffers.keys() - used if bare_name(name) not in aliases)
         # Rank 0 saves extra states, and other libraries may not have them.
         if self.state.everyone.rank == 0 and self.index.library != CONVERTED:
-            own = {f"the extra state of {name or 'the model'}" for name, _ in self.state.modules_with_extra_state()}
-            kept = {f"the extra state of {name or 'the model'}" for name in self.index.extra_state}
+            own = {f"the extra state of {bare_name(name) or 'the model'}" for name, _ in self.state.modules_with_extra_state()}
+            kept = {f"the extra state of {bare_name(name) or 'the model'}" for name in self.index.extra_state}
             missing, spare = missing + sorted(own - kept), spare + sorted(kept - own)
         problems = []
         if missing:
@@ -259,13 +261,27 @@ class _Plan:
     def _warn_of_left(self, optimizer: ShardedOptimizer) -> None:
         """Warn of saved optimizer states whose parameters are frozen now."""
         trained = {slot.name for unit in optimizer.units for slot in unit.layout.slots if slot.group != FROZEN}
-        named = [name for name, param in self.state.module.named_parameters() if name not in trained and not is_elsewhere(param)]
+        named = [name for name, param in named_params(self.state.module) if name not in trained and not is_elsewhere(param)]
         left = [name for name in named if (found := self.catalog.find(self._name(name))) is not None and found.trained]
         if left:
             warn_once(
                 f"the checkpoint holds optimizer states of {len(left)} parameters that this engine does not train ({left[0]}, ...): they "
                 "are not loaded, and checkpoints saved from now on lack them"
             )
+
+    def _find_buffers(self) -> dict[str, tuple[str, str]]:
+        """Return file and saved name of each buffer of this model that the checkpoint has under any of the buffer's names."""
+        # A model of Hugging Face that was converted does not tell buffers from parameters.
+        places = {record.name: (record.file, record.name) for record in self.index.loose}
+        places |= {name: (file, name) for name, file in self.index.buffers.items()}
+        saved = {bare_name(alias): places[name] for alias, name in self.index.aliases.items() if name in places}
+        saved |= {bare_name(name): place for name, place in places.items()}
+        found = {}
+        for name in self.state.buffers():
+            known = [bare_name(one) for one in (name, *self._aliases.get(name, ())) if bare_name(one) in saved]
+            if known:
+                found[name] = saved[known[0]]
+        return found
 
     def _name(self, name: str) -> str:
         """Return the name by which the checkpoint knows a parameter, out of its names in this model."""
@@ -300,12 +316,18 @@ class _Plan:
 
     def _plan_buffers(self) -> None:
         for name, buffer in self.state.buffers().items():
-            if name in self._buffer_files:
-                file = self._buffer_files[name]
-                shape = self.reader.record(file, name).shape
+            if name in self._saved_buffers:
+                file, saved = self._saved_buffers[name]
+                shape = self.reader.record(file, saved).shape
                 if shape != tuple(buffer.shape):
+                    if self._loads_itself(name):
+                        continue
                     raise CheckpointError(f"buffer {name} has shape {tuple(buffer.shape)} in this model and {shape} in the checkpoint")
-                self._copies.append(Copy(file, name, 0, self._flat(buffer.data)))
+                self._copies.append(Copy(file, saved, 0, self._flat(buffer.data)))
+
+    def _loads_itself(self, name: str) -> bool:
+        """Return whether a module that loads in its own way receives the buffer or entry ``name``."""
+        return any(not loader or name.startswith(f"{loader}.") for loader in self._own_loaders)
 
     def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return ``tensor`` as a 1D tensor that can be written to, through a copy when its elements are not contiguous."""
@@ -369,9 +391,11 @@ class _Plan:
         self.reader.read(self._copies + (self._optimizer.copies if self._optimizer is not None else []))
         for tensor, copy in self._after:
             tensor.copy_(copy.view(tensor.shape))
+        self._load_own()
+        extra = {bare_name(name): value for name, value in self.index.extra_state.items()}
         for name, module in state.modules_with_extra_state():
-            if name in self.index.extra_state:
-                module.set_extra_state(self._decoder.decode(self.index.extra_state[name]))
+            if bare_name(name) in extra:
+                module.set_extra_state(self._decoder.decode(extra[bare_name(name)]))
         if self._optimizer is not None:
             self._optimizer.apply()
             restore_rank_states(self._optimizer.optimizer, self.catalog, self.reader, state.holders.rank, state.holders.world)
@@ -383,6 +407,27 @@ class _Plan:
             _round_masters(state.units)
         if self._scheduler is not None and state.scheduler is not None:
             state.scheduler.load_state_dict(self._scheduler)
+
+    def _load_own(self) -> None:
+        """Hand buffers and entries to the modules that load in their own way, see [Note: entries of modules]; local.
+
+        Raises:
+            CheckpointError: A module refuses a value, or lacks an entry.
+        """
+        device = self.state.everyone.topology.device
+        values = {bare_name(name): self._decoder.decode(entry) for name, entry in self.index.entries.items()}
+        values = {name: entry.to(device) if isinstance(entry, torch.Tensor) else entry for name, entry in values.items()}
+        left = [name for name in values if not self._loads_itself(name)]
+        if left:
+            warn_once(f"the checkpoint holds {_some(left)}, which a module added to its state dict: no module of this model loads it")
+        buffers = self.state.buffers()
+        for name, (file, saved) in self._saved_buffers.items():
+            if self._loads_itself(name):
+                value = self.reader.whole(file, saved).to(buffers[name].device)
+                values |= {bare_name(one): value for one in (name, *self._aliases.get(name, ()))}
+        known = {bare_name(name) for name, _ in named_params(self.state.module, remove_duplicate=False)} | set(map(bare_name, buffers))
+        for name, module in self._own_loaders.items():
+            load_own(bare_name(name), module, values, known, self.request.strict and bool(self.index.entries))
 
     def read_averages(self, averages: AveragedWeights) -> None:
         """Read averages of the weights where they are requested, else start them again from the loaded weights; local."""

@@ -6,7 +6,7 @@ The last part happens in the background when the caller has a ``Background``: tr
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from importlib import metadata
@@ -29,6 +29,7 @@ from hf_zero.checkpoint.format.plausible import has_known_values
 from hf_zero.checkpoint.format.records import FileRecord, OptimizerRecord
 from hf_zero.checkpoint.format.values import Encoder
 from hf_zero.checkpoint.state import optimizer_state, param_groups
+from hf_zero.checkpoint.state.module_entries import entries_of
 from hf_zero.checkpoint.state.training_state import TrainingState
 from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import CheckpointError, ConfigError
@@ -189,6 +190,7 @@ class _Values:
         Raises:
             CheckpointError: A value cannot be saved; names it.
         """
+        entries = entries_of(state.module)  # on every rank, because a module's own code may be collective
         self.client_state = self.client.encode(dict(request.client_state), "client_state")
         digest = _digest(self.client_state, self.client.tensors)
         if state.everyone.rank == 0:
@@ -202,6 +204,7 @@ class _Values:
                     name: encode(module.get_extra_state(), f"extra state of module {name!r}")
                     for name, module in state.modules_with_extra_state()
                 },
+                "entries": dict(self._entries(entries)),
                 "own_classes": tuple(
                     part
                     for part, owner in (("optimizer", optimizer and optimizer.inner), ("scheduler", state.scheduler))
@@ -211,6 +214,14 @@ class _Values:
                 "common": optimizer_state.common_record(optimizer, self.encoder) if optimizer is not None else {},
             }
         return digest
+
+    def _entries(self, entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Yield entries of modules, encoded; warn of those that cannot be saved."""
+        for name, value in entries.items():
+            try:
+                yield name, self.encoder.encode(value, f"entry {name} of the state dict")
+            except CheckpointError as error:
+                warn_once(f"{error}. The checkpoint lacks it")
 
 
 def _digest(value: Any, tensors: Mapping[str, torch.Tensor]) -> str:

@@ -149,6 +149,7 @@ class Checkpoint:
         _require(all(isinstance(name, str) for name in known), "a name of a parameter is no text")
         for group in index["optimizer"]["groups"] if index["optimizer"] is not None else ():
             _require(known >= set(group["params"]), "a param group names a parameter that is not there")
+        known |= set(index["buffers"])
         for alias, name in index["aliases"].items():
             _require(alias not in known and name in known | set(index["excluded"]), f"the alias {alias!r:.80} leads to no parameter")
 

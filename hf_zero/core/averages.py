@@ -19,7 +19,7 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.core.engine import Engine
 from hf_zero.core.units.alone import whole_from_owners
 from hf_zero.core.units.layout import UnitLayout
-from hf_zero.core.units.names import follow_names
+from hf_zero.core.units.names import follow_names, named_buffers, named_params
 from hf_zero.core.units.parts import whole_of
 from hf_zero.core.units.unit import Unit
 from hf_zero.core.units.values import adopt_writes, all_gather_updated, publish
@@ -323,7 +323,7 @@ class AveragedWeights:
     def _update_buffers(self, engine: Engine) -> None:
         # All buffers are averaged, as torch does: the kernels of batch norm change statistics without raising the tensor's version
         # counter.
-        pairs = [(self.buffer(name), buffer.detach()) for name, buffer in engine.module.named_buffers()]
+        pairs = [(self.buffer(name, buffer), buffer.detach()) for name, buffer in named_buffers(engine.module)]
         if self._use_buffers:
             self._average(pairs)
         else:
@@ -413,7 +413,7 @@ class AveragedWeights:
 
     def _pairs(self, engine: Engine) -> Pairs:
         """Return the (average, value) pairs of all averaged parameters and buffers."""
-        buffers = dict(engine.module.named_buffers())
+        buffers = dict(named_buffers(engine.module))
         found = [(average, buffers[name].detach()) for name, average in self._buffers.items() if name in buffers]
         return self.rows.pairs(engine.units, _named(engine)) + found
 
@@ -425,15 +425,14 @@ class AveragedWeights:
         engine = self._require("start_over()")
         self.updates = self.calls = 0
         self.rows, self._buffers = AveragedRows(engine.units, self._device), {}
-        for name in dict(engine.module.named_buffers()):
-            self.buffer(name)
+        for name, present in named_buffers(engine.module):
+            self.buffer(name, present)
 
-    def buffer(self, name: str) -> torch.Tensor:
-        """Return the buffer ``name`` of the average; a new one starts from the model's present value. Local."""
+    def buffer(self, name: str, present: torch.Tensor) -> torch.Tensor:
+        """Return the buffer ``name`` of the average; a new one starts from the model's ``present`` value. Local."""
         if name not in self._buffers:
-            buffer = self._require("buffer()").module.get_buffer(name)
-            widens = self._use_buffers and buffer.is_floating_point()
-            self._buffers[name] = buffer.detach().to(wide(buffer.dtype) if widens else buffer.dtype, copy=True)
+            widens = self._use_buffers and present.is_floating_point()
+            self._buffers[name] = present.detach().to(wide(present.dtype) if widens else present.dtype, copy=True)
         return self._buffers[name]
 
     def tensors(self) -> list[torch.Tensor]:
@@ -487,7 +486,7 @@ def follow_present_names(engine: Engine) -> None:
 
 
 def _named(engine: Engine) -> dict[str, torch.Tensor]:
-    return dict(engine.module.named_parameters())
+    return dict(named_params(engine.module))
 
 
 def _spread(engine: Engine) -> None:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from hf_zero.checkpoint.format.names import MASTER, shard_file
 from hf_zero.core.offloaded_states import KINDS
 from hf_zero.core.schedule.gathered_parameters import GatheredParameters
+from hf_zero.core.units.names import named_params
 from hf_zero.deepspeed.configured import ConfiguredEngine
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.observe import warn_once
@@ -101,7 +102,7 @@ def module_state_dict(engine: ConfiguredEngine, *args: Any, exclude_frozen_param
     state: dict[str, Any] = engine.module.state_dict(*args, **kwargs)
     if exclude_frozen_parameters:
         prefix = kwargs.get("prefix", "")
-        for name, param in engine.module.named_parameters():
+        for name, param in named_params(engine.module):
             if not param.requires_grad:
                 state.pop(prefix + name, None)
     return state

@@ -65,7 +65,7 @@ class Source:
         aliases: Name in ``params`` of a tied parameter, by each of its further names.
         optimizer: Name of the optimizer class, "" if unknown; None without optimizer state.
         groups: Hyper-parameters of each param group.
-        values: Plain values by name: ``scheduler``, ``scaler``, ``client_state``, ``extra_state``; some may be missing.
+        values: Plain values by name: ``scheduler``, ``scaler``, ``client_state``, ``extra_state``, ``entries``; some may be missing.
         counters: Counters of the engine (steps, skipped steps, samples, micro-steps).
         stage: ZeRO stage at which the source was written.
     """

@@ -12,6 +12,7 @@ from hf_zero.checkpoint.format.names import MASTER, shard_file
 from hf_zero.checkpoint.format.records import UnitRecord, present_params
 from hf_zero.checkpoint.format.tp_shards import SavedTpShard
 from hf_zero.core.units.layout import Range
+from hf_zero.core.units.names import bare_name
 from hf_zero.errors import CheckpointError
 
 
@@ -78,6 +79,7 @@ class Catalog:
             self._add(loose.name, -1, Part(loose.tp_shard, None, 0, loose.file))
         for unit, param in present_params(index.units):
             self._add(param.name, param.group, Part(param.tp_shard, unit, param.offset))
+        self._by_bare = {bare_name(alias): name for alias, name in index.aliases.items()} | {bare_name(name): name for name in self._params}
 
     def _add(self, name: str, group: int, part: Part) -> None:
         known = self._params.get(name)
@@ -93,8 +95,11 @@ class Catalog:
         return set(self._params)
 
     def canonical(self, name: str) -> str:
-        """Return the name under which a parameter is stored, given any of its names; an unknown name is returned unchanged."""
-        return name if name in self._params else self.index.aliases.get(name, name)
+        """Return the name under which a parameter is stored, given any of its names; an unknown name is returned unchanged.
+
+        Names of torch's wrappers make no difference, see [Note: names without wrappers].
+        """
+        return name if name in self._params else self._by_bare.get(bare_name(name), name)
 
     def find(self, name: str) -> Located | None:
         """Return the saved parameter with the name ``name``, which may be a tied name; None if there is none."""

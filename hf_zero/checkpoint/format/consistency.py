@@ -199,7 +199,7 @@ def _add_place(
 
 
 def check_aliases(aliases: Mapping[str, str], excluded: Iterable[str], names: set[str]) -> None:
-    """Check that each alias refers to a stored or excluded parameter and is not a stored name itself, and that no excluded one is stored.
+    """Check that each alias refers to a stored or excluded parameter or a buffer, that it is no stored name, and no excluded one is stored.
 
     Raises:
         CheckpointError: A check failed; the message names the alias or parameter.
@@ -207,7 +207,7 @@ def check_aliases(aliases: Mapping[str, str], excluded: Iterable[str], names: se
     left_out = set(excluded)
     for alias, name in aliases.items():
         if alias in names or name not in names | left_out:
-            raise CheckpointError(f"the alias {alias!r} of {name!r} refers to no parameter, or is a stored parameter itself")
+            raise CheckpointError(f"the alias {alias!r} of {name!r} refers to no parameter or buffer, or is a stored one itself")
     if left_out & names:
         raise CheckpointError(f"parameter {min(left_out & names)} is stored, but listed as excluded")
 

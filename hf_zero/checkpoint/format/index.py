@@ -35,7 +35,8 @@ class Index:
         loose: Records of the parameters outside of units.
         buffers: File of each buffer, by buffer name.
         extra_state: Results of the modules' ``get_extra_state``, encoded.
-        aliases: Name under which a tied parameter is stored, by each of its further names.
+        entries: Further entries that modules add to their state dicts, encoded, by name in the state dict.
+        aliases: Name under which a tied parameter or a buffer is stored, by each of its further names.
         excluded: Names of the parameters that are left out: frozen ones on request, and packed weights.
         optimizer: Record of the optimizer; None if the engine had none.
         scheduler: Encoded state of the engine's scheduler; None if it had none.
@@ -67,6 +68,7 @@ class Index:
     client_state: Any
     client_states: dict[str, Any] = field(default_factory=dict)
     spikes: Any = None
+    entries: dict[str, Any] = field(default_factory=dict)
     files: dict[str, FileRecord] = field(default_factory=dict)
     own_classes: tuple[str, ...] = ()
 
@@ -77,6 +79,8 @@ class Index:
             del fields["optimizer"]["common"]  # nearly all optimizers have none, and earlier versions do not know the key
         if not self.own_classes:
             del fields["own_classes"]  # likewise
+        if not fields["entries"]:
+            del fields["entries"]  # likewise for modules
         return json.dumps({"format": FORMAT, "version": VERSION, **fields}, allow_nan=False, indent=None) + "\n"
 
     @staticmethod
@@ -98,6 +102,7 @@ class Index:
             )
         data.setdefault("spikes", None)  # checkpoints from before it was saved lack it
         data.setdefault("own_classes", [])
+        data.setdefault("entries", {})
         if isinstance(data.get("optimizer"), dict):
             data["optimizer"].setdefault("common", {})
         index = read_record(Index, data, path)
@@ -125,7 +130,7 @@ class Index:
             if not 0 <= self.stage <= 3:
                 raise CheckpointError(f"stage is {self.stage}, allowed are 0 to 3")
             names = {param.name for unit in self.units for param in unit.params} | {loose.name for loose in self.loose}
-            consistency.check_aliases(self.aliases, self.excluded, names)
+            consistency.check_aliases(self.aliases, self.excluded, names | self.buffers.keys())
             if self.optimizer is not None:
                 consistency.check_optimizer(self.optimizer, self.units, names)
             unknown = [rank for rank in self.client_states if not (rank.isdecimal() and str(int(rank)) == rank and int(rank) < self.world)]

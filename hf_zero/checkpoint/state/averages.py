@@ -94,7 +94,7 @@ def _saved_tensors(averages: AveragedWeights, catalog: Catalog) -> dict[str, str
 
 def _take_tensors(state: TrainingState, averages: AveragedWeights, saved: dict[str, str], reader: RangeReader) -> None:
     """Load the averages of buffers, and of parameters that were outside of units when the checkpoint was saved."""
-    rooms = {name: averages.buffer(name) for name in state.buffers() if name in saved}
+    rooms = {name: averages.buffer(name, buffer) for name, buffer in state.buffers().items() if name in saved}
     rooms |= {name: averages.rows.of_param(name, param) for name, param in state.loose_params() if name in saved}
     for name, room in rooms.items():
         room.copy_(_of_shape(reader.whole(saved[name], name), room.shape, name))

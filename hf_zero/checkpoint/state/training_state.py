@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 from hf_zero.checkpoint.format.tp_shards import SavedTpShard
+from hf_zero.checkpoint.state.module_entries import has_extra_state
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.topology import Topology
 from hf_zero.core.averages import AveragedWeights
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.units.marks import is_elsewhere
+from hf_zero.core.units.names import named_buffers, named_params, saved_name
 from hf_zero.core.units.unit import Unit, find_unit
 from hf_zero.system.object_store import Place
 
@@ -132,33 +134,28 @@ class TrainingState:
 
     def loose_params(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield parameters that no unit holds: frozen ones at stages 0 to 2, and non-floating-point ones; none of other stages."""
-        for name, param in self.module.named_parameters():
+        for name, param in named_params(self.module):
             if find_unit(param) is None and not is_elsewhere(param):
                 yield name, param
 
     def aliases(self) -> dict[str, str]:
-        """Return further names of tied parameters -> the name used for them everywhere else."""
-        first = {id(param): name for name, param in self.module.named_parameters()}
-        named = self.module.named_parameters(remove_duplicate=False)
-        return {name: first[id(param)] for name, param in named if name != first[id(param)]}
+        """Return further names of tied parameters and of buffers -> the name used for them everywhere else."""
+        first = {id(param): name for name, param in named_params(self.module)}
+        named = named_params(self.module, remove_duplicate=False)
+        found = {name: first[id(param)] for name, param in named if name != first[id(param)]}
+        known = {id(buffer): name for name, buffer in named_buffers(self.module, persistent=True)}
+        again = named_buffers(self.module, remove_duplicate=False, persistent=True)
+        return found | {name: known[id(buffer)] for name, buffer in again if name != known[id(buffer)]}
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Return persistent buffers by name; one that is registered twice appears once."""
-        found: dict[str, torch.Tensor] = {}
-        seen: set[int] = set()
-        for prefix, module in self.module.named_modules():
-            for name, buffer in module._buffers.items():
-                if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen:
-                    continue
-                seen.add(id(buffer))
-                found[f"{prefix}.{name}" if prefix else name] = buffer
-        return found
+        return dict(named_buffers(self.module, persistent=True))
 
     def modules_with_extra_state(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield modules that keep state of their own kind (``get_extra_state``)."""
         for name, module in self.module.named_modules():
-            if type(module).get_extra_state is not nn.Module.get_extra_state:
-                yield name, module
+            if has_extra_state(module):
+                yield saved_name(name), module
 
 
 def _beside_replicas(axis: Topology) -> int:

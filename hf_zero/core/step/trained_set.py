@@ -15,6 +15,7 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.step.agreement import Alike
 from hf_zero.core.units.marks import is_elsewhere
+from hf_zero.core.units.names import named_params
 from hf_zero.core.units.sharded_parameter import requires_gradient
 from hf_zero.core.units.unit import Unit, find_unit
 from hf_zero.errors import StateError
@@ -260,7 +261,7 @@ class TrainedSet:
         these; local.
         """
         self._registrations = _Registrations.count
-        named = dict(self._module.named_parameters())
+        named = dict(named_params(self._module))
         self._names, self._params = list(named), list(named.values())
         self._present = known = {id(param) for param in self._params}
         own = self._optimizer.group_of_tensors()
