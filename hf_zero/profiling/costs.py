@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from math import prod
 from types import TracebackType
 from typing import Any
 
@@ -45,7 +46,24 @@ def _vectors(one: Sequence[int], _other: Sequence[int], *_: Any, **__: Any) -> i
     return 2 * one[0]
 
 
-# torch's counter (as of 2.13) knows the attention kernels of GPUs, but counts 0 for those of CPUs and for products with a vector.
+def _recurrent(inputs: Sequence[int], *weights: Any, **_: Any) -> int:
+    """Return the operations of recurrent layers in one kernel: for each token a product with every matrix.
+
+    Args:
+        inputs: Shape of the input, whose last dimension is its width.
+        weights: Shapes of matrices and biases, one by one (oneDNN) or in a list (cuDNN); then the kernel's other arguments.
+    """
+    shapes = weights[0] if isinstance(weights[0], list) else weights[:2]
+    return 2 * prod(inputs[:-1]) * sum(shape[0] * shape[1] for shape in shapes if len(shape) == 2)
+
+
+def _recurrent_backward(*arguments: Any, **_: Any) -> int:
+    """Return the operations of the backward of recurrent layers: the gradients of matrices and of inputs."""
+    return 2 * _recurrent(*arguments)
+
+
+# torch's counter (as of 2.13) knows the attention kernels of GPUs, but counts 0 for those of CPUs, for products with a vector and for
+# recurrent layers in one kernel (LSTM on CPUs; LSTM, GRU and RNN on GPUs).
 FORMULAS = {
     packet: formula
     for name, formula in (
@@ -55,6 +73,10 @@ FORMULAS = {
         ("addmv", _added_matrix_by_vector),
         ("dot", _vectors),
         ("vdot", _vectors),
+        ("mkldnn_rnn_layer", _recurrent),
+        ("mkldnn_rnn_layer_backward", _recurrent_backward),
+        ("_cudnn_rnn", _recurrent),
+        ("_cudnn_rnn_backward", _recurrent_backward),
     )
     if (packet := getattr(torch.ops.aten, name, None)) is not None and packet not in flop_registry
 }
@@ -106,11 +128,14 @@ class _Untracked(AbstractContextManager["_Untracked"]):
 class OperationCounter(AbstractContextManager["OperationCounter"]):
     """Counter of the operations inside the ``with``, with those of backward and recomputation; may be entered several times.
 
-    Counts like ``torch.utils.flop_counter``: matrix products, convolutions and attention; one multiply-add is two operations.
+    Counts like ``torch.utils.flop_counter``: matrix products, convolutions and attention; one multiply-add is two operations. Inside,
+    ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` do not use their fast path of evaluation: it is one kernel, and its inputs
+    may be nested tensors, whose shapes no formula can read.
     """
 
     def __init__(self) -> None:
         self._before = 0
+        self._fast_path = True
         self._running: FlopCounterMode | None = None
 
     @property
@@ -123,6 +148,8 @@ class OperationCounter(AbstractContextManager["OperationCounter"]):
         counter.mod_tracker = _Untracked()  # type: ignore[assignment]
         counter.__enter__()
         self._running = counter
+        self._fast_path = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -130,6 +157,7 @@ class OperationCounter(AbstractContextManager["OperationCounter"]):
         self._running = None
         self._before = total
         if running is not None:
+            torch.backends.mha.set_fastpath_enabled(self._fast_path)
             running.__exit__(kind, error, trace)
 
 

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import hf_zero.deepspeed
 from hf_zero.errors import ConfigError, StateError
-from hf_zero.profiling.costs import CostRecorder, OperationCounter
+from hf_zero.profiling.costs import COUNTED, CostRecorder, OperationCounter
 from hf_zero.profiling.flops_profiler import FlopsProfiler, get_model_profile
 from hf_zero.profiling.report import duration_to_string, flops_to_string, macs_to_string, number_to_string, params_to_string
 from tests.support import ranks
@@ -84,6 +84,46 @@ def test_fused_attention_counts_like_its_products() -> None:
                 mixed.sum().backward()
         counts.append((forward.total, backward.total))
     assert counts == [(2 * scores, 4 * scores), (2 * scores, 5 * scores)]
+
+
+def test_recurrent_layers_in_one_kernel_count_their_products() -> None:
+    """Both directions of two layers; on machines with oneDNN a backward has the products of gradients of matrices and of inputs."""
+    batch, length, width = 3, 5, 8
+    model = nn.LSTM(width, width, num_layers=2, bidirectional=True, batch_first=True)
+    products = sum(2 * batch * length * 4 * width * (inputs + width) for inputs in (width, width, 2 * width, 2 * width))
+    flops, _, _ = get_model_profile(model, input_shape=(batch, length, width), print_profile=False, as_string=False)
+    assert flops == products
+    forward, backward = OperationCounter(), OperationCounter()
+    with forward:
+        result, _ = model(torch.randn(batch, length, width, requires_grad=True))
+    with backward:
+        result.sum().backward()
+    assert forward.total == products
+    assert backward.total == 2 * products or not torch.backends.mkldnn.is_available()
+
+
+def test_cudnns_formula_reads_the_matrices_of_a_list() -> None:
+    weights = [torch.empty(16, 8), torch.empty(16, 4), torch.empty(16), torch.empty(16)]
+    count = COUNTED[torch.ops.aten._cudnn_rnn]
+    assert count(torch.empty(5, 3, 8), weights, 4, None, torch.empty(1, 3, 4), out_val=None) == 2 * 15 * 16 * (8 + 4)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_fast_path_of_torchs_encoder_is_counted_like_its_products(padded: bool) -> None:
+    batch, length, width, inner = 2, 6, 16, 32
+    layer = nn.TransformerEncoderLayer(width, 4, inner, batch_first=True, dropout=0.0)
+    model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=True).eval()
+    mask = torch.zeros(batch, length, dtype=torch.bool)
+    mask[1, -1] = True
+    counter, inputs = OperationCounter(), torch.randn(batch, length, width)
+    with torch.no_grad(), counter:
+        found = model(inputs, src_key_padding_mask=mask if padded else None)
+    assert counter.total == 2 * batch * length * width * (4 * width + 2 * inner) + 4 * batch * length * length * width
+    assert torch.backends.mha.get_fastpath_enabled()
+    with torch.no_grad():
+        wanted = model(inputs, src_key_padding_mask=mask if padded else None)
+    assert torch.allclose(found[~mask], wanted[~mask], atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "albert", "mixtral", "vit"])
