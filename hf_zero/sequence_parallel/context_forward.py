@@ -31,6 +31,7 @@ from hf_zero.sequence_parallel.masks import RowMasks
 from hf_zero.sequence_parallel.positions import OwnPositions, WholeRotary, require_even_temperature
 from hf_zero.sequence_parallel.ring import RingAttention, require_ring
 from hf_zero.sequence_parallel.sliceable import NO_ROUTERS, ROUTERS, require_dividable, sees_later_tokens, shifts_labels
+from hf_zero.sequence_parallel.whole_results import WholeLoss, keep_tokens, tokens_to_keep, whole_loss_of, without_labels
 
 _PER_TOKEN = ("logits", "last_hidden_state", "hidden_states")  # outputs (batch, tokens, ...), or tuples of such
 _cut_by_caller: ContextVar[tuple[int, ...]] = ContextVar("hf_zero cut sequences", default=())
@@ -92,7 +93,10 @@ class DividedForwards(BoundForwards):
         self._compared = False
         self._labels: torch.Tensor | None = None
         self._is_mean = self._joins_loss = True
+        self._tokens = 0  # of the parts
         self._length = 0  # of whole sequences that this hook has cut; 0 where the caller has
+        self._whole_loss: WholeLoss | None = None
+        self._kept: int | torch.Tensor | None = None  # tokens whose logits are wanted
         self._alone: list[nn.Module] = []  # parts of the model under way, called by themselves
         self.bind(model)
         for part in model.modules():
@@ -137,6 +141,16 @@ class DividedForwards(BoundForwards):
         if not self.attention.sliced:
             return None
         _require_plain(model, given)
+        self._whole_loss = whole_loss_of(model, given)
+        if by_caller and self._whole_loss is not None:
+            warn_once(
+                f"context parallelism: {type(model).__name__} has a loss_function or an ignore_index of its own, and each rank computes it "
+                "for its part of the tokens; parts are joined as means over labels that are not -100, which may be another loss. Call the "
+                "model without labels, outside of maybe_context_parallel, and compute the loss from its logits"
+            )
+            self._whole_loss = None
+        given = given if self._whole_loss is None else without_labels(given)
+        self._kept = None if by_caller or given.get("labels") is not None else tokens_to_keep(given, self._names)
         try:
             batch = self._completed(given) if by_caller else self.parts_of(self._with_gradients(given))
         except HfZeroError as error:
@@ -149,7 +163,8 @@ class DividedForwards(BoundForwards):
         # accelerate's scripts and Trainer scale a part of a sum by all ranks, as that of a rank with samples of its own.
         self._joins_loss = self._is_mean or not by_caller
         self.attention.called = False
-        self._masks.enter(batch["position_ids"].shape[-1])
+        self._tokens = int(batch["position_ids"].shape[-1])
+        self._masks.enter(self._tokens)
         self._randomness.enter(model.training)
         self._open = True
         return (), batch
@@ -247,7 +262,7 @@ class DividedForwards(BoundForwards):
             )
         if self._labels is not None:
             return self._with_joined_loss(model, output) if self._joins_loss else None
-        return self._with_whole_tokens(output) if self._length else None
+        return self._with_whole_tokens(model, output) if self._length else None
 
     def _with_joined_loss(self, model: nn.Module, output: Any) -> Any:
         """Return ``output`` with the loss of whole sequences."""
@@ -261,20 +276,29 @@ class DividedForwards(BoundForwards):
         output["loss"] = joined
         return output
 
-    def _with_whole_tokens(self, output: Any) -> Any:
+    def _with_whole_tokens(self, model: nn.Module, output: Any) -> Any:
         """Return ``output`` with its values per token joined to whole sequences, without the tokens that were added."""
 
         def whole(value: Any) -> Any:
             if isinstance(value, tuple):
                 return tuple(whole(part) for part in value)
-            return join_tokens(self.layout, value)[:, : self._length] if isinstance(value, torch.Tensor) and value.dim() >= 3 else value
+            if not (isinstance(value, torch.Tensor) and value.dim() >= 3):
+                return value
+            if value.shape[1] != self._tokens:
+                raise UnsupportedError(
+                    f"context parallelism: {type(model).__name__} returned {tuple(value.shape)} for a part of {self._tokens} tokens, "
+                    "so it cannot be joined to whole sequences. Return values of every token, (batch, tokens, ...)"
+                )
+            return join_tokens(self.layout, value)[:, : self._length]
 
         if isinstance(output, tuple):
-            return whole(output)
-        for name in _PER_TOKEN:
-            if output.get(name) is not None:
-                output[name] = whole(output[name])
-        return output
+            output = whole(output)
+        else:
+            for name in _PER_TOKEN:
+                if output.get(name) is not None:
+                    output[name] = whole(output[name])
+        output = output if self._kept is None else keep_tokens(output, self._kept)
+        return output if self._whole_loss is None else self._whole_loss.add_to(output)
 
     def _compare(self, given: Batch) -> None:
         """Refuse different batches on the ranks of a group, once; collective."""

@@ -22,6 +22,7 @@ from hf_zero.sequence_parallel.masks import WholeMasks
 from hf_zero.sequence_parallel.positions import OwnPositions, WholeRotary, require_even_temperature
 from hf_zero.sequence_parallel.sliceable import NO_ROUTERS, ROUTERS, StandIn, require_sliceable
 from hf_zero.sequence_parallel.whole_inputs import WholeInputs
+from hf_zero.sequence_parallel.whole_results import KEPT
 from hf_zero.system.trees import tensors_in
 
 
@@ -297,6 +298,12 @@ class SlicedForwards(BoundForwards):
             raise UnsupportedError("sequence parallelism: output_attentions=True is not supported, no rank has all heads of its tokens")
         if kwargs.get(ROUTERS, getattr(model.config, ROUTERS, False)):
             raise UnsupportedError(NO_ROUTERS)
+        for name in KEPT:
+            if isinstance(kwargs.get(name), torch.Tensor) or kwargs.get(name):
+                raise UnsupportedError(
+                    f"sequence parallelism: {name}={kwargs[name]} would choose tokens of each rank's slice, not of the sequence. Leave it "
+                    "out, and choose from the logits of the slice"
+                )
 
     def _require_length(self, whole: int) -> None:
         if self.settings.length is not None and whole != self.settings.length:
