@@ -361,3 +361,19 @@ def test_latest_that_names_a_path_is_refused(tmp_path: Path) -> None:
     own_files.write_text(tmp_path / "latest", "../../elsewhere")
     with pytest.raises(CheckpointError, match="latest: the checkpoint tag '../../elsewhere'"):
         folders.read_latest(tmp_path)
+
+
+def test_a_checkpoint_of_deepspeed_is_named_with_the_command_that_converts_it(tmp_path: Path) -> None:
+    for name in ("zero_pp_rank_0_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"):
+        folder = tmp_path / name / "global_step1"
+        folder.mkdir(parents=True)
+        (folder / name).write_bytes(b"")
+        (folder.parent / "latest").write_text("global_step1")
+        command = f"written by DeepSpeed.* `hf-zero convert {folder} NEW --tag global_step1 --trust-pickle`"
+        for load in (
+            lambda folder=folder: folders.find_latest(folder.parent),
+            lambda folder=folder: folders.find(folder.parent, "global_step1"),
+            lambda folder=folder: folders.require_no_mistaken_folder(folder),
+        ):
+            with pytest.raises(CheckpointError, match=command):
+                load()

@@ -23,6 +23,7 @@ from hf_zero.system.text_file import limit_beside, read_first_line, read_text
 _TAG_BYTES = 200  # a name of a folder has 255, and hidden ones are longer than the tag
 SCRIPT_FILE = "zero_to_fp32.py"
 _MODEL_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+_OF_DEEPSPEED = re.compile(r".*_optim_states\.pt|.*mp_rank_.*_model_states\.pt")
 _PART = re.compile(r"\.(.+)\.[0-9a-f]{8}\.part")
 
 
@@ -116,8 +117,10 @@ def require_no_mistaken_folder(load_dir: Place) -> None:
     """Notice a folder without checkpoints that the caller has taken for another one: a run that goes on would begin anew.
 
     Raises:
-        CheckpointError: ``load_dir`` is a checkpoint itself.
+        CheckpointError: ``load_dir`` is a checkpoint itself, of hf_zero or DeepSpeed.
     """
+    if is_deepspeed(load_dir):
+        raise CheckpointError(_of_deepspeed(load_dir))
     if is_complete(load_dir):
         above, tag = load_dir.parent, load_dir.name
         raise CheckpointError(f"{load_dir} is one checkpoint; give the folder that holds it: load_checkpoint({str(above)!r}, tag={tag!r})")
@@ -143,12 +146,26 @@ def complete_or_previous(load_dir: Place, tag: str) -> Place | None:
 
 def _problem(load_dir: Place, tag: str) -> str:
     folder = load_dir / tag
+    if is_deepspeed(folder):
+        return _of_deepspeed(folder)
     if folder.is_dir():
         return f"the checkpoint {folder} is incomplete: it lacks {INDEX_FILE} or {MARKER_FILE}"
     staging = next((path for path in load_dir.iterdir() if tag_of_staging(path.name) == tag), None) if load_dir.is_dir() else None
     if staging is not None:
         return f"there is no checkpoint folder {folder}, only {staging}, whose save did not finish"
     return f"there is no checkpoint folder {folder}"
+
+
+def is_deepspeed(folder: Place) -> bool:
+    """Return whether ``folder`` holds one tag of a DeepSpeed checkpoint."""
+    return folder.is_dir() and any(_OF_DEEPSPEED.fullmatch(path.name) for path in folder.iterdir())
+
+
+def _of_deepspeed(folder: Place) -> str:
+    return (
+        f"the checkpoint {folder} was written by DeepSpeed, whose files hf_zero converts but does not load: run "
+        f"`hf-zero convert {folder} NEW --tag {folder.name} --trust-pickle`, and give NEW to load_checkpoint"
+    )
 
 
 def is_complete(folder: Place) -> bool:

@@ -34,11 +34,6 @@ _SCALER = {"cur_iter": 0, "last_overflow_iter": -1, "scale_window": 0, "cur_hyst
 _EXECUTION_KEYS = ("params", "fused", "foreach", "capturable")
 
 
-def is_deepspeed(folder: Path) -> bool:
-    """Return whether ``folder`` holds one tag of a DeepSpeed checkpoint."""
-    return any(folder.glob("*_optim_states.pt")) or any(folder.glob("*mp_rank_*_model_states.pt"))
-
-
 def read_deepspeed(folder: Path, trust_pickle: bool) -> Source:
     """Open a DeepSpeed checkpoint as a conversion's source; its tensors are views of mapped files.
 

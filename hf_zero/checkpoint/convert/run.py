@@ -85,7 +85,7 @@ def _write(wanted: Conversion, to: str, source: Source, progress: Progress) -> s
 
 def _copy_beside(wanted: Conversion, source: Source) -> None:
     """Copy the files that Trainer and Accelerate keep beside a checkpoint, from folder to folder."""
-    if source.optimizer is None or isinstance(wanted.source, Path) and deepspeed.is_deepspeed(wanted.source):
+    if source.optimizer is None or isinstance(wanted.source, Path) and folders.is_deepspeed(wanted.source):
         return
     if isinstance(wanted.source, Path) and isinstance(wanted.target, Path):
         hugging_face.copy_beside(wanted.source, wanted.target)
@@ -103,14 +103,14 @@ def _open(wanted: Conversion) -> tuple[bool, Source]:
         return True, native.read_checkpoint(complete)
     if isinstance(folder, ObjectPath):
         return True, _open_in_store(folder, wanted.tag)
-    if deepspeed.is_deepspeed(folder):
+    if folders.is_deepspeed(folder):
         return False, deepspeed.read_deepspeed(folder, trust)
     if dcp_files.is_dcp(folder):
         return False, torch_dcp.read_dcp(folder)
     latest = folders.read_latest(folder)
     if latest is not None or folders.newest_complete(folder) is not None:  # a Trainer's folder has a model's files beside them
         tag = wanted.tag or latest
-        if tag is not None and (folder / tag).is_dir() and deepspeed.is_deepspeed(folder / tag):
+        if tag is not None and (folder / tag).is_dir() and folders.is_deepspeed(folder / tag):
             return False, deepspeed.read_deepspeed(folder / tag, trust)
         found = folders.find(folder, wanted.tag) if wanted.tag is not None else folders.find_latest(folder)
         if found is not None:
