@@ -33,6 +33,7 @@ from hf_zero.core.units.marks import tp_shard_of
 from hf_zero.core.units.names import named_params
 from hf_zero.errors import CheckpointError, ConfigError, StateError, UnsupportedError
 from hf_zero.observe import log_rank0, logger, warn_once
+from hf_zero.pipeline.buffers import share_buffers
 from hf_zero.system import signals
 from hf_zero.system.object_store import ObjectPath, is_url, place_of, raw
 from hf_zero.system.process import leads_node
@@ -151,6 +152,7 @@ class EngineCheckpoints:
             return request, self.state_of(engine)
 
         request, state = self._agreed("save_checkpoint()", ask)
+        _share_buffers(state)
         _name_newest(request.save_dir)
         folder = save_checkpoint(state, request, self.background)
         if isinstance(folder, ObjectPath) and self._store is not None and not is_url(save_dir):
@@ -190,6 +192,7 @@ class EngineCheckpoints:
             return self.state_of(engine), states_beside(objects, self._collectives.topology.device, net.world)
 
         state, beside = self._agreed("snapshot()", ask)
+        _share_buffers(state)
         snapshots.take(state, client_state(), beside, self._settings.pickle_client_state)
         if self.rewinds is not None:
             self.rewinds.took_snapshot(engine.progress.global_steps)
@@ -425,6 +428,13 @@ def _name_newest(given: str | os.PathLike[str]) -> None:
     place = place_of(os.fspath(given))
     say = partial(folders.say_newest, place) if isinstance(place, Path) else lambda: f"complete checkpoints are in {place}"
     signals.name_newest(say)
+
+
+def _share_buffers(state: TrainingState) -> None:
+    """Bring buffers, and their averages, of all stages of a pipeline to the ranks that write them; collective."""
+    share_buffers(state.module)
+    for averages in state.averages:
+        share_buffers(state.module, averages.buffers)
 
 
 def _tensor_axis(engine: Engine) -> TensorAxis:

@@ -127,6 +127,14 @@ class PipelinedForward:
     def whole(self, whole: bool) -> None:
         self._own.whole = whole
 
+    @torch.no_grad()
+    def send_to_all(self, tensor: torch.Tensor, rank: int, what: str) -> None:
+        """Give ``tensor`` the values that it has on one rank of the pipeline; collective over the pipeline."""
+        values = tensor.detach().to(self._own.device).contiguous()
+        self._pipe.broadcast(values, rank, what)
+        if self._own.rank != rank:
+            tensor.copy_(values)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's result, on every rank; collective over the pipeline.
 

@@ -13,6 +13,7 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.core.generation import StandsBefore
 from hf_zero.core.units.marks import is_elsewhere, own_shape
 from hf_zero.observe import warn_once
+from hf_zero.pipeline.buffers import share_buffers
 from hf_zero.pipeline.forward import PipelinedForward
 from hf_zero.system.sizes import size_text
 
@@ -52,6 +53,7 @@ class WholeGeneration(StandsBefore):
         stages are lost.
         """
         brought = self._bring()
+        share_buffers(self._module)
         self._here = self._forward.whole = True
         try:
             yield

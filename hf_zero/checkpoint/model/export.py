@@ -26,6 +26,7 @@ from hf_zero.core.units.unit import Unit, find_unit, full_shape
 from hf_zero.errors import CheckpointError, UnsupportedError
 from hf_zero.memory.budget import free_memory
 from hf_zero.observe import logger, warn_once
+from hf_zero.pipeline.buffers import share_buffers
 from hf_zero.system import own_files
 from hf_zero.system.folder import Folder
 from hf_zero.system.sizes import bytes_of, gib
@@ -136,6 +137,7 @@ def consolidated_state_dict(
         if host is not None:
             copies[id(value)] = host.take(whole)
 
+    share_buffers(module)
     failure = _gather_all(take, values, collectives, model)
     _on_first_of_both(collectives, model, "gathering the whole model", lambda: _raise(failure))
     return {name: copies[id(value)] for name, value in entries.items()} if keeps else None
@@ -317,6 +319,7 @@ def write_model_files(
     made: list[ModelFiles] = []
     _on_first_of_both(collectives, model, what, lambda: made.append(ModelFiles(folder, name, planned, limit)))
     try:
+        share_buffers(module)
         failure = _gather_all(lambda value, whole: made[0].write(names[id(value)], whole) if made else None, values, collectives, model)
         _on_first_of_both(collectives, model, what, lambda: _finish(made[0], failure))
     except BaseException:
