@@ -29,7 +29,17 @@ from hf_zero.core.step.precision import KeptTypes, PrecisionPolicy, cast_and_mov
 from hf_zero.core.step.trained_set import Joining
 from hf_zero.core.units.grouping import BlockSpec, NamedParam, build_blocks, build_unit, enclosing, lowest_modules
 from hf_zero.core.units.layout import FROZEN
-from hf_zero.core.units.marks import ParamListener, float8_type, is_elsewhere, is_expert, is_packed, is_wrapped, stages_of, tp_shard_of
+from hf_zero.core.units.marks import (
+    ParamListener,
+    float8_type,
+    is_elsewhere,
+    is_expert,
+    is_of_library,
+    is_packed,
+    is_wrapped,
+    stages_of,
+    tp_shard_of,
+)
 from hf_zero.core.units.names import named_params
 from hf_zero.core.units.registration import register_loose
 from hf_zero.core.units.shard import ShardStorage
@@ -173,7 +183,7 @@ class UnitBuilder:
             held = pieces[0].param
             split = self.quantized.any(frozen) and self._is_split(param)
             dtype = self.precision.unit_dtype(held, kept)
-            kind = is_expert(param), frozen, is_packed(held), split, self._sent_as(param, dtype), dtype, stages_of(param)
+            kind = is_expert(param), frozen, is_of_library(held), split, self._sent_as(param, dtype), dtype, stages_of(param)
             kinds.setdefault(kind, []).extend(pieces)
         units = []
         for (expert, frozen, packed, split, sent, dtype, stages), members in kinds.items():
@@ -181,7 +191,7 @@ class UnitBuilder:
             of += f"{'split ' if split else ''}{'float8 ' if sent is not None else ''}"
             suffix = "" if len(kinds) == 1 and not stages else f" [{of}{str(dtype).removeprefix('torch.')}]"
             shard_storage = self.offloading.shard_storage(sum(full_shape(member.param).numel() for member in members), not frozen)
-            settings = self._unit_spec(dtype, shard_storage, frozen, expert, packed, sent)
+            settings = self._unit_spec(dtype, shard_storage, frozen, expert, is_packed(members[0].param), sent)
             units.append(build_unit(spec.name + suffix, members, dtype, settings))
             self.offloading.take(units[-1])
             units[-1].reshard()  # at once: a model that was built whole need not fit the device

@@ -22,7 +22,7 @@ from hf_zero.checkpoint.state.training_state import Holders, TrainingState, valu
 from hf_zero.core.optimizer.owners import share_out
 from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
 from hf_zero.core.units.layout import ALIGNMENT, round_up
-from hf_zero.core.units.marks import is_expert, is_packed, is_wrapped, with_outer
+from hf_zero.core.units.marks import is_expert, is_of_library, is_wrapped, with_outer
 from hf_zero.core.units.unit import Unit
 
 
@@ -54,8 +54,8 @@ class Contents:
 def contents_of(state: TrainingState, exclude_frozen: bool) -> Contents:
     """Plan the files that this rank writes; local, copies no tensor.
 
-    Packed weights are left out, because nothing trains them and only the library that quantized the model can interpret their bytes. Each
-    rank writes its shards. Tensors that several ranks hold (replicated shards, units of stage 0, parameters outside of units, buffers) are
+    Weights that a library has packed are left out, because nothing trains them and only that library can interpret their bytes. Each rank
+    writes its shards. Tensors that several ranks hold (replicated shards, units of stage 0, parameters outside of units, buffers) are
     divided among these ranks, so that no rank writes more than its share.
     """
     files: dict[str, list[Entry]] = {}
@@ -78,7 +78,7 @@ def contents_of(state: TrainingState, exclude_frozen: bool) -> Contents:
             name, replicas = _own_file(state.holders, PARAM_STATES), state.holders.world // state.collectives.world
             params, files[name] = param_states(state.optimizer, name, state.holders.rank % replicas, replicas)
     frozen = list(state.loose_params())
-    loose = [] if exclude_frozen else [(name, param) for name, param in frozen if not (is_packed(param) or is_wrapped(param))]
+    loose = [] if exclude_frozen else [(name, param) for name, param in frozen if not (is_of_library(param) or is_wrapped(param))]
     records, buffers = _add_loose(files, state, loose)
     for averages in state.averages:
         for unit, entry in row_entries(averages, kept):
@@ -87,7 +87,7 @@ def contents_of(state: TrainingState, exclude_frozen: bool) -> Contents:
     left = (unit for unit in state.units if unit not in kept)
     members = (pair for unit in left for pair in zip(unit.layout.slots, unit.params, strict=True))
     dropped = [slot.name for slot, param in members if any(isinstance(shown, nn.Parameter) for shown in _shown(param))]
-    dropped += [name for name, param in frozen if exclude_frozen or is_packed(param) or is_wrapped(param)]
+    dropped += [name for name, param in frozen if exclude_frozen or is_of_library(param) or is_wrapped(param)]
     units = tuple(_unit_record(state, unit) for unit in kept)
     return Contents(files, units, records, buffers, scalars, states, params, tuple(dropped))
 
@@ -101,7 +101,7 @@ def _shown(param: torch.Tensor | None) -> Iterable[torch.Tensor]:
 
 
 def _is_packed_unit(unit: Unit) -> bool:
-    return any(param is not None and is_packed(param) for param in unit.params)
+    return any(param is not None and is_of_library(param) for param in unit.params)
 
 
 def _kind(unit: Unit) -> str:

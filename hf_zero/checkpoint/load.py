@@ -31,7 +31,7 @@ from hf_zero.core.averages import AveragedWeights
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
 from hf_zero.core.units.layout import FROZEN
-from hf_zero.core.units.marks import is_elsewhere, is_packed, is_wrapped
+from hf_zero.core.units.marks import is_elsewhere, is_of_library, is_wrapped
 from hf_zero.core.units.names import bare_name, named_params
 from hf_zero.core.units.unit import Unit
 from hf_zero.core.units.values import all_gather_updated, publish, write_back
@@ -289,7 +289,7 @@ class _Plan:
 
     def _located(self, name: str, wanted: SavedTpShard, param: torch.Tensor | None) -> Located | None:
         found = self.catalog.find(self._name(name))
-        if found is not None and param is not None and (is_packed(param) or is_wrapped(param)):
+        if found is not None and param is not None and (is_of_library(param) or is_wrapped(param)):
             raise CheckpointError(
                 f"parameter {name} is quantized in this model, and the checkpoint has values of it: quantized weights come from "
                 "from_pretrained alone. Load it into the model without quantization_config"

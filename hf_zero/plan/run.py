@@ -22,7 +22,7 @@ from hf_zero.comm.link import Link
 from hf_zero.comm.topology import Topology
 from hf_zero.config.mesh import requested_context, requested_slices
 from hf_zero.core.holdings import holdings, loose_tensors
-from hf_zero.core.units.marks import is_expert, is_packed, is_wrapped
+from hf_zero.core.units.marks import is_expert, is_of_library, is_wrapped
 from hf_zero.errors import ConfigError, HfZeroError, UnsupportedError
 from hf_zero.expert_parallel.apply import shares_of
 from hf_zero.integrations.attach import initialize
@@ -66,7 +66,7 @@ def _whole_bytes(state: TrainingState) -> int:
     """Return the bytes of parameters outside of units and of buffers: split parameters on all their ranks, others once."""
     first, total = state.holders.part == 0, 0
     for name, param in state.loose_params():
-        if is_packed(param) or is_wrapped(param):
+        if is_of_library(param) or is_wrapped(param):
             continue
         if state.tensor.tp_shard_of(name, param.shape).dim is not None:
             total += param.nbytes * _parts(state, state.holders_of_experts if is_expert(param) else state.holders)

@@ -100,3 +100,41 @@ def _wraps(folder: str) -> None:
 def test_blocks_that_torch_wraps_in_training_keep_their_names(tmp_path: Path) -> None:
     ranks.run_ranks(_wraps, 1, str(tmp_path))
     assert sorted(get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))) == ["0.bias", "0.weight", "1.bias", "1.weight"]
+
+
+class Coded(nn.Linear):
+    """A layer with frozen codes and scales in float8 that no library packed."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.codes = nn.Parameter(torch.randn(4).to(torch.float8_e4m3fn), requires_grad=False)
+        self.scales = nn.Parameter(torch.rand(4).to(torch.float8_e5m2), requires_grad=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs) * self.codes.float() + self.scales.float()
+
+
+def _float8(folder: str) -> None:
+    from hf_zero.zero import GatheredParameters
+
+    for stage, other in ((0, 3), (3, 1)):
+        config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
+        torch.manual_seed(0)
+        first, second = Coded(), Coded()
+        saved = {name: value.clone() for name, value in first.state_dict().items()}
+        engine: Any = hf_zero.initialize(model=first, optimizer=torch.optim.SGD([first.weight, first.bias], 0.1), config=config)[0]
+        engine.save_checkpoint(folder, f"t{stage}")
+        engine.destroy()
+        config["zero_optimization"] = {"stage": other}
+        engine = hf_zero.initialize(model=second, optimizer=torch.optim.SGD([second.weight, second.bias], 0.1), config=config)[0]
+        engine.load_checkpoint(folder, f"t{stage}")
+        with GatheredParameters(list(second.parameters())):
+            for name, value in second.state_dict().items():
+                assert value.dtype == saved[name].dtype and torch.equal(value.float(), saved[name].float()), name
+        engine.destroy()
+
+
+def test_frozen_float8_parameters_are_saved(tmp_path: Path) -> None:
+    ranks.run_ranks(_float8, 2, str(tmp_path))
+    for tag in ("t0", "t3"):
+        assert {"codes", "scales"} <= get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), tag).keys()

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hf_zero.core.schedule.torch_internals import is_compiled_wrapper
-from hf_zero.core.units.marks import is_packed, is_wrapped
+from hf_zero.core.units.marks import is_of_library, is_wrapped
 from hf_zero.core.units.names import bare_name, named_buffers, named_params, saved_name
 from hf_zero.core.units.sharded_parameter import StandIn
 from hf_zero.errors import CheckpointError, StateError
@@ -144,7 +144,7 @@ def _is_packed(module: nn.Module) -> bool:
     """Return whether a library packs a parameter of ``module``; it then overrides methods of the state dict to store the packed bytes."""
     inner = module._modules.get("parametrizations")
     params = (*module.parameters(recurse=False), *(inner.parameters() if inner is not None else ()))
-    return any(is_packed(param) or is_wrapped(param) for param in params)
+    return any(is_of_library(param) or is_wrapped(param) for param in params)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,12 @@ def mark_packed(param: torch.Tensor) -> None:
 
 def is_packed(param: torch.Tensor) -> bool:
     """Return whether ``param`` was marked as packed, or has a floating-point dtype of one byte (its scales are separate tensors)."""
-    return getattr(param, _PACKED, False) or is_narrow(param)
+    return is_of_library(param) or is_narrow(param)
+
+
+def is_of_library(param: torch.Tensor) -> bool:
+    """Return whether ``param`` was marked as packed: only the library that packed it can interpret its bytes."""
+    return bool(getattr(param, _PACKED, False))
 
 
 def mark_float8(param: torch.Tensor, dtype: torch.dtype) -> None:

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.units.layout import FROZEN
-from hf_zero.core.units.marks import OUTER, inner_tensors, is_packed, is_wrapped, mark_inner, mark_packed, with_outer
+from hf_zero.core.units.marks import OUTER, inner_tensors, is_of_library, is_packed, is_wrapped, mark_inner, mark_packed, with_outer
 from hf_zero.core.units.shard import NotedWrites
 from hf_zero.core.units.sharded_parameter import OWNER, refusal, set_class, whole_class
 from hf_zero.core.units.unit import Unit, UnitSpec, find_unit, full_shape, is_sharded
@@ -50,7 +50,8 @@ def _unit_of(unit: Unit, dtype: torch.dtype, params: Sequence[nn.Parameter | Non
 def _param_like(param: nn.Parameter, empty: torch.Tensor) -> nn.Parameter:
     if is_packed(param):  # the constructor of its class has further arguments
         copied: nn.Parameter = torch.Tensor._make_subclass(type(param), empty, False)  # type: ignore[attr-defined]
-        mark_packed(copied)
+        if is_of_library(param):
+            mark_packed(copied)
         return copied
     return whole_class(type(param))(empty, param.requires_grad)  # type: ignore[no-any-return]
 
