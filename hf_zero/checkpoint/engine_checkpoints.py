@@ -230,7 +230,7 @@ class EngineCheckpoints:
                 folder="",
                 **wanted,
             )
-            return request, self.state_of(engine)
+            return request, self.state_of(engine, loads=True)
 
         request, state = self._agreed("load_checkpoint()", ask)
         whole = request.optimizer_states and request.scheduler_states and not request.module_only and custom is None
@@ -295,7 +295,7 @@ class EngineCheckpoints:
 
         def ask() -> TrainingState:
             self._settle_writes(engine)
-            return self.state_of(engine)
+            return self.state_of(engine, loads=True)
 
         state = self._agreed("going back after a spike", ask)
         self.rewinds.go_back(engine, state, self.snapshots, self._settings.pickle_client_state)
@@ -320,14 +320,15 @@ class EngineCheckpoints:
         if self.background is not None:
             self.background.close()
 
-    def state_of(self, engine: Engine) -> TrainingState:
-        """Return the parts of ``engine`` that a checkpoint holds.
+    def state_of(self, engine: Engine, loads: bool = False) -> TrainingState:
+        """Return the parts of ``engine`` that a checkpoint holds; ``loads``: to load them, which also an engine that is half loaded can do.
 
         Raises:
-            StateError: Some of them wait on the host.
+            StateError: Some of them wait on the host, or are not those of a training.
         """
         engine.offloaded_states.require_none("saving or loading a checkpoint")
-        engine.averages.require_weights("saving or loading a checkpoint")
+        if engine.averages.applied or not loads:
+            engine.averages.require_weights("saving or loading a checkpoint")
         progress = engine.progress
         follow_present_names(engine)
         return TrainingState(
@@ -350,6 +351,7 @@ class EngineCheckpoints:
             joinable=engine.stepper.trained.joinable() if engine.stepper is not None else (),
             join=engine.stepper.trained.join if engine.stepper is not None else lambda _names: None,
             spikes=engine.spikes if engine.spikes.compares else None,
+            changing=partial(setattr, engine.averages, "half_loaded"),
         )
 
     def _agreed(self, what: str, ask: Callable[[], T]) -> T:

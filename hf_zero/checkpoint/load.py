@@ -80,7 +80,7 @@ def load_checkpoint(state: TrainingState, request: LoadRequest) -> Loaded | None
     """Restore ``state`` from a checkpoint; collective.
 
     Everything is checked before anything is changed, but for the bytes of the tensors: when those are damaged, the error
-    comes when some are loaded already, and the engine must not go on.
+    comes when some are loaded already, and the engine refuses to go on (``TrainingState.changing``).
 
     Returns:
         Results for the caller, or None when no tag was given and there is no checkpoint.
@@ -114,12 +114,14 @@ def load_checkpoint(state: TrainingState, request: LoadRequest) -> Loaded | None
         plan = box[0]
         if request.node_local:
             agreement.on_all(net, what, lambda: node_local.check_parts(Path(found[0]), plan.index.files, plan.files()))
+        state.changing(str(folder))
         agreement.on_all(net, what, plan.read)
         if request.custom is not None:
             _load_custom(state, plan, request.custom, what)
         _all_gather_updated(state)
         for averages in state.averages:
             agreement.on_all(net, what, lambda averages=averages: plan.read_averages(averages))  # type: ignore[misc]
+        state.changing("")
         return Loaded(folder, plan.client_state, None if request.module_only else plan.index.counters, plan.reader.bytes_read)
 
 

@@ -68,14 +68,12 @@ class Engine(nn.Module):
         self.spikes = parts.spikes
         self.progress = parts.progress
         self.clock = parts.clock
-        self.reports = parts.reports
         self.checkpoints = parts.checkpoints
-        self.preemption = parts.preemption
+        self.reports, self.preemption = parts.reports, parts.preemption
         self.optimizer: Any = parts.optimizer
         self.stepper = parts.stepper
         self.lr_scheduler = parts.scheduler
-        self._give_back = parts.give_back
-        self._long_waits = parts.long_waits
+        self._give_back, self._long_waits = parts.give_back, parts.long_waits
         self._explain = parts.explain
         self.averages, self.destroyed = AppliedAverages(), False
         self.plain_backwards = False
@@ -100,8 +98,10 @@ class Engine(nn.Module):
         """Call the module; its hooks unshard and reshard the parameters.
 
         Raises:
-            StateError: In training mode: the engine was destroyed, or a backward failed and its gradients are lost.
+            StateError: A load failed half way; in training mode: the engine was destroyed, or a backward failed and its gradients are lost.
         """
+        if self.averages.half_loaded:
+            self.averages.require_weights("a forward")
         trains, given = self.training and torch.is_grad_enabled(), (args, kwargs)
         if trains:
             if self.destroyed:

@@ -216,6 +216,7 @@ class AppliedAverages:
         applied: Name of the average that replaces the weights; "" if there is none.
         loaded_from: Folder of the checkpoint that was loaded last with its optimizer state, for averages that are created after the load.
         loaded_steps: Number of optimizer steps in the counters of that checkpoint.
+        half_loaded: Folder of a checkpoint whose load has begun to change the engine and has not ended; "" if there is none.
     """
 
     def __init__(self) -> None:
@@ -223,6 +224,7 @@ class AppliedAverages:
         self.applied = ""
         self.loaded_from = ""
         self.loaded_steps = 0
+        self.half_loaded = ""
 
     def follow(self) -> None:
         """Rebuild all averages after units were laid out anew, before the next update changes the weights; collective."""
@@ -230,11 +232,16 @@ class AppliedAverages:
             averages.follow()
 
     def require_weights(self, what: str) -> None:
-        """Raise if averages replace the weights; ``what`` names the caller, which needs the trained weights.
+        """Raise if averages or a part of a checkpoint replace the weights; ``what`` names the caller, which needs the trained weights.
 
         Raises:
-            StateError: Averages replace the weights now.
+            StateError: Averages replace the weights now, or the last load of a checkpoint failed after it had changed some of them.
         """
+        if self.half_loaded:
+            raise StateError(
+                f"{what} after a load of {self.half_loaded} that failed while it read values: the engine holds only a part of that "
+                "checkpoint. Load another checkpoint with engine.load_checkpoint, or start the run again"
+            )
         if self.applied:
             raise StateError(
                 f"{what} while the averages {self.applied!r} replace the weights (AveragedWeights.apply). First leave the `with "

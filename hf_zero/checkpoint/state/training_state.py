@@ -91,6 +91,7 @@ class TrainingState:
         spikes: Gradient norms of the last steps, or None.
         joinable: Names of the parameters of param groups that no unit trains yet, because they were frozen or added.
         join: Makes units of some of them, whose optimizer states are loaded then; collective.
+        changing: Called with the folder of a checkpoint before a load changes the first value, and with "" when it has ended well.
     """
 
     module: nn.Module
@@ -107,6 +108,7 @@ class TrainingState:
     spikes: Stateful | None = None
     joinable: Sequence[str] = ()
     join: Callable[[Sequence[str]], None] = lambda _names: None
+    changing: Callable[[str], None] = lambda _folder: None
 
     @property
     def holders(self) -> Holders:
