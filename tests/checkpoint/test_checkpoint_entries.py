@@ -241,3 +241,27 @@ def test_a_shared_buffer_is_saved_under_all_its_names(tmp_path: Path) -> None:
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(tmp_path / "0", "t"))
     convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "0", tmp_path / "all.bin", tag="t")
     model.load_state_dict(torch.load(tmp_path / "all.bin", weights_only=True))
+
+
+class Tree(nn.Module):
+    """A model with a block named ``root``."""
+
+    _no_split_modules = ("Linear",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.root, self.leaf = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.randn(4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.leaf(self.root(inputs)) * self.scale
+
+
+def _tree(folder: str) -> None:
+    _resumed(folder, (3, 1), Tree, Tree)
+
+
+def test_a_model_with_a_block_named_root_is_saved(tmp_path: Path) -> None:
+    ranks.run_ranks(_tree, 2, str(tmp_path))
+    index = json.loads((tmp_path / "t/index.json").read_text())
+    assert sorted(unit["name"] for unit in index["units"]) == ["leaf", "root", "root."]

@@ -275,3 +275,40 @@ def test_death_of_a_rank_is_an_error_on_the_others_and_the_former_checkpoint_loa
     assert not (tmp_path / "u").exists()
     ranks.run_ranks(_load_after, WORLD, str(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "t", "u", "zero_to_fp32.py"]
+
+
+def _half_loaded(folder: str) -> None:
+    from hf_zero.errors import StateError
+
+    engine = start(3, "bf16")
+    steps(engine, 0, 1, "bf16")
+    engine.save_checkpoint(folder, "good")
+    engine.save_checkpoint(folder, "damaged")
+    good = full_state(engine)
+    if ranks.rank() == 0:
+        file = next(Path(folder, "damaged").glob("optimizer.exp_avg_sq-00001-*"))
+        _flip(file, file.stat().st_size - 20)
+    torch.distributed.barrier()
+    steps(engine, 1, 2, "bf16")
+    with pytest.raises(Exception, match="damaged"):
+        engine.load_checkpoint(folder, "damaged")
+    with pytest.raises(Exception, match="there is no checkpoint folder"):
+        engine.load_checkpoint(folder, "absent")
+    tried = (
+        lambda: steps(engine, 2, 3, "bf16"),
+        lambda: engine(torch.zeros(1)),
+        lambda: engine.backward(torch.zeros(1)),
+        engine.step,
+        lambda: engine.save_checkpoint(folder, "more"),
+    )
+    for attempt in tried:
+        with pytest.raises(StateError, match=f"after a load of {folder}/damaged that failed while it read values"):
+            attempt()
+    engine.load_checkpoint(folder, "good")
+    assert differences(full_state(engine), good) == []
+    steps(engine, 1, 2, "bf16")
+    engine.destroy()
+
+
+def test_an_engine_that_is_half_loaded_refuses_to_go_on_until_a_load_succeeds(tmp_path: Path) -> None:
+    ranks.run_ranks(_half_loaded, WORLD, str(tmp_path))

@@ -107,7 +107,7 @@ class BlockSpec:
     """Parameters that are unsharded together, before ``module`` runs.
 
     Attributes:
-        name: Dotted name of the module; ``root`` for the parameters outside all blocks.
+        name: Dotted name of the module; ``root`` for the parameters outside all blocks, or ``root.`` if a module has this name.
         module: The module whose forward needs the parameters.
         members: Parameters of the block; each parameter is in exactly one block.
         read_in_backward: False when backward never reads the parameters' values (embeddings).
@@ -208,7 +208,7 @@ def build_blocks(
     """
     blocks = find_blocks(model, leaves)
     holders = lowest_modules(model)
-    root = BlockSpec("root", model)
+    root = BlockSpec("root." if "root" in model._modules else "root", model)  # no module's name ends with a dot
     specs = {name: BlockSpec(name, module) for name, module in blocks.items()}
     sizes: dict[str, int] = {}
     for member in members:
