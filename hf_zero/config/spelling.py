@@ -144,11 +144,11 @@ class Speller:
         return None
 
     def _warn_if_off(self, raw: Mapping[str, Any], section: type[Section], path: str) -> None:
-        """Warn of a section with keys, but without the key `enabled`, which is false by default and switches the section on."""
+        """Warn of a section with keys, but without the key `enabled`, which is false by default, or another key that switches it on."""
         switch = section.model_fields.get("enabled")
         if not raw or "." in path or switch is None or default_of(switch) is not False or extra_of(switch)["fate"] != "used":
             return
-        if not any(spellings_of(section).get(key) == "enabled" for key in raw):
+        if not any(spellings_of(section).get(key) in ("enabled", section.switch or "enabled") for key in raw):
             text = "is missing, and its default is false, so the section has no effect: set it to true, or remove the section"
             self.problems.warn(f"{path}.enabled", text)
 

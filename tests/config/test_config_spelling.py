@@ -411,6 +411,8 @@ def test_contradictions(config: dict[str, Any], words: list[str]) -> None:
         ({"fp16": {"enabled": False, "loss_scale": 0}}, False),
         ({"bf16": {"enabled": "auto", "check_grad_overflow": False}}, False),
         ({"fp16": {}}, False),
+        ({"compile": {"backend": "inductor"}}, True),
+        ({"compile": {"deepcompile": True}}, False),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"pin_memory": True}}}, False),
     ],
 )
