@@ -41,8 +41,14 @@ def announce(resolved: ResolvedConfig) -> None:
     """Log warnings and notes about a configuration, set the log's level and start the log of collectives."""
     for warning in resolved.warnings:
         warn_once(warning)
-    if resolved.origin.get(MICRO) == "default":
+    if resolved.origin.get(MICRO, "").startswith("default"):
         warn_once(f"`{MICRO}` is not set and cannot be derived from other keys; using 1. Set it, or `{TOTAL}`")
+    unfilled = [f"{row.key} = {row.value}" for row in resolved.table() if row.source.startswith("default (auto") and row.key != MICRO]
+    if unfilled:
+        warn_once(
+            f'these keys are "auto", and nothing here gives them a value, so they have their defaults: {", ".join(unfilled)}. Only Trainer '
+            "and accelerate fill them, from their own arguments; write the values that you want"
+        )
     if resolved.config.log_level is not None:
         logger.setLevel(resolved.config.log_level.upper())
     if idle := resolved.without_effect():

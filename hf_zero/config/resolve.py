@@ -248,7 +248,10 @@ def _solve_batch(data: dict[str, Any], world_size: int, origin: dict[str, str], 
         data[key] = value
         others = [name for name in known if name != key]
         defaulted = key != TOTAL and not (key == MICRO and TOTAL in known) and not (key == ACCUMULATION and len(known) == 2)
-        origin[key] = "default" if defaulted else "derived <- " + " and ".join([*(others or [MICRO]), "data-parallel size"])
+        if not defaulted:
+            origin[key] = "derived <- " + " and ".join([*(others or [MICRO]), "data-parallel size"])
+        elif not origin.get(key, "").startswith("default (auto"):
+            origin[key] = "default"
     return batch
 
 

@@ -67,6 +67,27 @@ def test_a_micro_batch_that_nothing_says_is_1_and_told(config: dict[str, object]
     assert found.batch.micro == 1 and [line for line in told if "train_micro_batch_size_per_gpu" in line and "using 1" in line]
 
 
+def test_auto_that_nothing_fills_is_told_with_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: set[str] = set()
+    monkeypatch.setattr(observe, "_warned", told)
+    sections: dict[str, object] = {
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"},
+    }
+    batch = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": "auto"}
+    announce(resolve({**sections, **batch}, sources={"hidden_size": 8}))
+    (line,) = told
+    for part in ("gradient_accumulation_steps = 1", "gradient_clipping = 1.0", "bf16.enabled = false", "optimizer.params.lr = (default of"):
+        assert part in line
+    assert line.count(" = ") == 4, "values that a model or another key gives are no defaults"
+    told.clear()
+    filled = {"max_grad_norm": 1.0, "bf16": True, "learning_rate": 1e-3, "hidden_size": 8, "gradient_accumulation_steps": 2}
+    announce(resolve({**sections, **batch}, sources={**filled, "per_device_train_batch_size": 2}))
+    assert not told
+
+
 def test_keys_that_have_no_effect_are_told() -> None:
     """Those that a file sets to another value than the default; a value that "auto" was filled with is nobody's wish."""
     zero = {"stage": 2, "contiguous_gradients": False, "reduce_scatter": True, "reduce_bucket_size": "auto", "sub_group_size": 100}

@@ -104,7 +104,7 @@ def test_explain_as_json(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["optimizer.params.lr"] == {
         "key": "optimizer.params.lr", "value": "3e-05", "source": "auto <- learning_rate", "fate": "used", "effect": "Base learning rate",
     }  # fmt: skip
-    assert rows["gradient_accumulation_steps"]["source"] == "default"
+    assert rows["gradient_accumulation_steps"]["source"] == "default (auto: gradient_accumulation_steps not given)"
     assert rows["zero_optimization.overlap_comm"] | {"effect": ""} == {
         "key": "zero_optimization.overlap_comm", "value": "true", "source": "default", "fate": "used", "effect": "",
     }  # fmt: skip
