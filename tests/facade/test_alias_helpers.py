@@ -82,7 +82,7 @@ def test_ranks_agree_on_overflow_and_on_what_they_clip_to() -> None:
 
 
 def test_parts_are_balanced() -> None:
-    assert helpers.partition_uniform(10, 4) == [0, 2, 4, 7, 10] and helpers.partition_uniform(2, 4) == [0, 1, 2, 2, 2]
+    assert helpers.partition_uniform(10, 4) == [0, 3, 6, 8, 10] and helpers.partition_uniform(2, 4) == [0, 1, 2, 2, 2]
     weights = [1, 2, 1, 5, 1, 1, 3]
     for parts in (1, 2, 3, 4, 7):
         borders = helpers.partition_balanced(weights, parts)

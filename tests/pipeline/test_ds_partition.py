@@ -25,7 +25,7 @@ SIZES = [90, 10, 10, 10, 10, 1, 89]
 @pytest.mark.parametrize(
     ("method", "stages", "borders"),
     [
-        ("uniform", 2, [0, 3, 7]),
+        ("uniform", 2, [0, 4, 7]),
         ("uniform", 7, list(range(8))),
         ("parameters", 2, [0, 3, 7]),
         ("parameters", 3, [0, 1, 6, 7]),
@@ -43,6 +43,11 @@ def test_borders_of_stages(method: str, stages: int, borders: list[int] | None) 
         assert heaviest == max(sum(weights[start:stop]) for start, stop in zip(borders, borders[1:], strict=False))
     else:
         assert heaviest == 1
+
+
+def test_equal_numbers_of_layers_leave_the_rest_to_the_first_stages() -> None:
+    assert stage_borders("uniform", SIZES, NAMES, 2) == [0, 4, 7]
+    assert stage_borders("uniform", SIZES, NAMES, 4) == [0, 2, 4, 6, 7]
 
 
 @pytest.mark.parametrize(

@@ -101,11 +101,9 @@ def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Return borders (num_parts + 1) that divide ``num_items`` items evenly; with a remainder, the last parts are one item longer."""
+    """Return borders (num_parts + 1) that divide ``num_items`` items evenly; with a remainder, the first parts are one item longer."""
     size, rest = divmod(num_items, num_parts)
-    if size == 0:
-        return [min(part, num_items) for part in range(num_parts + 1)]
-    return [part * size + max(0, part - (num_parts - rest)) for part in range(num_parts + 1)]
+    return [part * size + min(part, rest) for part in range(num_parts + 1)]
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
