@@ -77,7 +77,9 @@ def _parser() -> argparse.ArgumentParser:
     recipes = commands.add_parser("recipes", help="list or write configurations to start from, by task and number of GPUs")
     recipes_command.add_arguments(recipes)
     recipes.set_defaults(run=recipes_command.run)
-    launch = commands.add_parser("launch", help="start a script on several ranks, with the flags of DeepSpeed's launcher")
+    launch = commands.add_parser(
+        "launch", allow_abbrev=False, help="start a script on several ranks, with the flags of DeepSpeed's launcher"
+    )
     add_arguments(launch)
     launch.set_defaults(run=start)
     trace = commands.add_parser("trace", help="show which transfers of a recorded step overlapped with compute, as a trace and a picture")

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _launch(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="hf-zero launch")
+    parser = argparse.ArgumentParser(prog="hf-zero launch", allow_abbrev=False)
     add_arguments(parser)
     try:
         return launch(parser.parse_args(words))

@@ -126,7 +126,9 @@ def launch(options: argparse.Namespace) -> int:
 
 
 def _tell_of_another_host(options: argparse.Namespace) -> None:
-    """Tell that a single host of another name is not started over ssh, as in DeepSpeed's launcher."""
+    """Tell that a single host of another name is not started over ssh, as in DeepSpeed's launcher, unless ``--log_level`` hides notes."""
+    if options.log_level not in ("debug", "info"):
+        return
     if options.launcher in ("", *flags.OVER_SSH) and not options.no_ssh and options.node_rank < 0:
         host = find_hosts(options)[0].name
         if not nodes.is_this_machine(host):

@@ -11,9 +11,11 @@ from hf_zero.launch.placement import DEFAULT_PORT
 
 DEFAULT_HOSTFILE = "/job/hostfile"
 OVER_SSH = ("ssh", "pdsh")
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 LAUNCHERS = ("standard", "openmpi", "mpich", "mvapich", "slurm", *OVER_SSH)
 # Flags of DeepSpeed's launcher -> number of values -> what to use instead.
 _REFUSED = {
+    "--venv_script": (1, "ranks use the interpreter of this command, on every host; run the command in the activated environment"),
     "--save_pid": (0, "the process that you start is the launcher, so the shell knows its number: `hf-zero launch ... & echo $!`"),
     "--autotuning": (1, "`hf-zero plan MODEL` predicts memory and time of a configuration without a run"),
     "--elastic_training": (0, "the number of ranks is fixed; run `torchrun --nnodes MIN:MAX --rdzv_backend c10d` on each host"),
@@ -26,7 +28,11 @@ _OF_SLURM = ("comment", "account")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of DeepSpeed's launcher, ``--ssh_args`` and ``--dry-run``."""
+    """Add the flags of DeepSpeed's launcher, ``--ssh_args`` and ``--dry-run``.
+
+    Args:
+        parser: A parser with ``allow_abbrev=False``: it would take arguments of the script for abbreviations of flags otherwise.
+    """
     add = parser.add_argument
     add(
         "-H",
@@ -67,6 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with torchrun: do not pass --local_rank, even to a script whose source declares this argument",
     )
     add("--enable_each_rank_log", default="None", metavar="FOLDER", help="with torchrun: write the output of each rank to files there")
+    add("--log_level", default="info", choices=LOG_LEVELS, help="levels above info hide the notes of this command, not those of the ranks")
+    add("-q", "--quiet", dest="log_level", action="store_const", const="error", help="the same as --log_level error")
     for name in _OF_SLURM:
         add(f"--{name}", default="", help=f"--{name} of srun")
     for flag, (values, _) in _REFUSED.items():

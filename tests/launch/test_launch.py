@@ -234,6 +234,7 @@ def test_filters(capsys: pytest.CaptureFixture[str], hostfile: str) -> None:
         (["--comment", "a"], "--comment is for srun"),
         (["--launcher", "mpich", "--enable_each_rank_log", "a"], "--enable_each_rank_log is for torchrun"),
         (["--save_pid"], "--save_pid is not supported: the process that you start is the launcher"),
+        (["--venv_script", "activate"], "--venv_script is not supported: ranks use the interpreter of this command"),
         (["--bind_core_list", "0-3"], "--numa-binding node"),
         (["--max_elastic_nodes", "3"], "the number of ranks is fixed"),
         (["--launcher", "openmpi", "--include", "worker-1:0@worker-2:1"], "use different devices"),
@@ -278,6 +279,16 @@ def test_one_host_is_started_over_ssh_on_request(
     assert "the ranks of worker-2 start on this machine" in capsys.readouterr().err
     assert main(["launch", "--hostfile", hostfile, "--include", "worker-1", "train.py"]) == 0 and len(started) == 2
     assert not capsys.readouterr().err
+    for quiet in (["--log_level", "warning"], ["-q"]):
+        assert main(["launch", *quiet, "--hostfile", hostfile, "--include", "worker-2", "train.py"]) == 0
+        assert not capsys.readouterr().err
+
+
+def test_arguments_of_the_script_are_no_abbreviations_of_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--a", "1", "--n", "--log_level", "loud", "--mod=2", "--d", "-q"]
+    assert dry(capsys, "--num_gpus", "2", "train.py", *words).endswith(f"train.py {' '.join(words)}")
+    assert launcher.main(["--dry-run", "--num_gpus", "2", "train.py", *words]) == 0
+    assert capsys.readouterr().out.strip().endswith(f"train.py {' '.join(words)}")
 
 
 def test_deepspeeds_command_is_ours_or_a_real_ones(
