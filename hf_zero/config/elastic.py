@@ -60,7 +60,7 @@ class ElasticBatch:
     Attributes:
         total: Global batch, in samples.
         ranks: Numbers of data-parallel ranks that can share it, ascending.
-        micro: Largest (or, on request, first) allowed micro-batch size for the present number of ranks; None if that is unknown.
+        micro: Largest (or, on request, first) allowed micro-batch size that fits the present number of ranks; None if that is unknown.
     """
 
     total: int
@@ -68,14 +68,19 @@ class ElasticBatch:
     micro: int | None
 
 
-def elastic_batch(section: Elasticity, world_size: int) -> ElasticBatch:
+def elastic_batch(section: Elasticity, world_size: int, first: bool = False) -> ElasticBatch:
     """Return the elastic batch of ``section`` for ``world_size`` ranks (0: unknown).
+
+    Args:
+        section: The section ``elasticity``.
+        world_size: Number of data-parallel ranks.
+        first: With version 0.2, take the first micro-batch size of the list that fits instead of the largest.
 
     Raises:
         ElasticityError: The section's values contradict each other, or ``world_size`` ranks cannot share the batch.
     """
     _check(section)
-    found = _by_ranks(section, world_size) if section.version <= 0.1 else _by_nodes(section, world_size)
+    found = _by_ranks(section, world_size) if section.version <= 0.1 else _by_nodes(section, world_size, first)
     if world_size and found.micro is None:
         raise ElasticityIncompatibleWorldSize(
             f"elasticity: {world_size} data-parallel ranks cannot share a batch of {found.total} in micro batches of "
@@ -123,7 +128,7 @@ def _by_ranks(section: Elasticity, world_size: int) -> ElasticBatch:
     return ElasticBatch(total, ranks, micro)
 
 
-def _by_nodes(section: Elasticity, world_size: int) -> ElasticBatch:
+def _by_nodes(section: Elasticity, world_size: int, first: bool) -> ElasticBatch:
     """Compute the batch by version 0.2: whole nodes join and leave, each with ranks that hold one model together."""
     per_node = section.num_gpus_per_node // section.model_parallel_size
     nodes = (section.min_gpus // section.num_gpus_per_node, section.max_gpus // section.num_gpus_per_node)
@@ -142,7 +147,7 @@ def _by_nodes(section: Elasticity, world_size: int) -> ElasticBatch:
                 "ones"
             )
         total = max(totals) if section.prefer_larger_batch else min(totals)
-    wanted = sorted(section.micro_batch_sizes, reverse=True) if section.prefer_larger_batch else section.micro_batch_sizes
+    wanted = section.micro_batch_sizes if first else sorted(section.micro_batch_sizes, reverse=True)
     return ElasticBatch(total, ranks, _fitting(wanted, total, world_size))
 
 
@@ -259,7 +264,8 @@ def compute_elastic_config(
         if not ranks_now:
             what = "return_microbatch" if return_microbatch else "elasticity.version 0.2"
             raise ElasticityConfigError(f"{what} needs the number of ranks: pass world_size or set WORLD_SIZE")
-    found = elastic_batch(section, ranks_now)
+    # As in DeepSpeed, ``prefer_larger_batch`` chooses the micro batch only where the caller does not know the number of ranks.
+    found = elastic_batch(section, ranks_now, first=not world_size and not section.prefer_larger_batch)
     if world_size or return_microbatch:
         return found.total, found.ranks, found.micro
     return found.total, found.ranks

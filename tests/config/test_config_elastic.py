@@ -59,11 +59,15 @@ def test_ranks_are_all_that_fit(micro: list[int], largest: int, fewest: int, mos
 
 
 @pytest.mark.parametrize(("larger", "expected"), [(True, 4), (False, 2)])
-def test_of_two_micro_batches_that_fit_the_preferred_one_is_taken(larger: bool, expected: int) -> None:
+def test_of_two_micro_batches_that_fit_the_larger_one_is_taken(larger: bool, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that the preference chooses the batch alone, as in DeepSpeed, if the caller knows the number of ranks."""
     nodes = config(version=0.2, num_gpus_per_node=8, max_train_batch_size=64, micro_batch_sizes=[2, 4], min_gpus=8, max_gpus=16)
     nodes["elasticity"]["prefer_larger_batch"] = larger
     total, ranks, micro = compute_elastic_config(nodes, world_size=16)
-    assert 16 in ranks and total // 16 % 4 == 0 and micro == expected
+    assert 16 in ranks and total // 16 % 4 == 0 and micro == 4
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    assert compute_elastic_config(nodes, return_microbatch=True) == (total, ranks, expected)
+    assert resolve(nodes, world_size=16).batch.micro == 4
 
 
 def test_a_batch_of_nodes_stays_below_the_maximum() -> None:
