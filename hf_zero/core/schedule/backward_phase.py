@@ -73,6 +73,7 @@ class BackwardPhase:
         self.outputs = WatchedOutputs(root)
         self._part_hook = _hook_of_parts(ref(self))
         self._handles: dict[tuple[int, int], RemovableHandle] = {}  # by unit's id and position in it
+        self._nodes: dict[tuple[int, int], Any] = {}  # likewise, [Note: nodes of parameters]
 
     def attach(self) -> None:
         """Register hooks on the trained parameters; ``detach`` removes them."""
@@ -80,7 +81,15 @@ class BackwardPhase:
             self.attach_to(entry)
 
     def attach_to(self, entry: UnitGradients) -> None:
-        """Register hooks on the parameters of one unit."""
+        """Register hooks on the parameters of one unit.
+
+        [Note: nodes of parameters] A parameter's node in the graph, ``AccumulateGrad``, takes gradients of the shape that the parameter had
+        when the node was made. autograd makes one when a function uses the parameter and no node is alive: also for hooks of a script, or a
+        ``torch.autograd.Function`` that is only given the parameter, while it is empty. So a node is made here, with the complete shape,
+        and kept. It holds its parameter where the garbage collector does not see it: the parameter must not hold the engine.
+        """
+        if entry.unit.reshards:
+            entry.unit.show_placeholders()
         for index, param in enumerate(entry.unit.params):
             if param is not None:
                 requires = param.requires_grad
@@ -89,11 +98,16 @@ class BackwardPhase:
                 handle = param.register_post_accumulate_grad_hook(self._collector(entry, index, number))
                 self._handles[id(entry.unit), index] = handle
                 number.append(handle.id)
+                if entry.unit.reshards:
+                    self._nodes[id(entry.unit), index] = torch.autograd.graph.get_gradient_edge(param).node
                 param.requires_grad_(requires)
+        if entry.unit.reshards:
+            entry.unit.let_go_of_left()
 
     def let_go(self, unit: Unit, index: int) -> None:
         """Remove the hook of one parameter, because another engine trains it."""
         handle = self._handles.pop((id(unit), index), None)
+        self._nodes.pop((id(unit), index), None)
         if handle is not None:
             handle.remove()
 
@@ -137,7 +151,7 @@ class BackwardPhase:
         """Remove the hooks of parameters."""
         for handle in self._handles.values():
             handle.remove()
-        self._handles = {}
+        self._handles, self._nodes = {}, {}
 
     def stop_training(self) -> None:
         """Drop all gradients and hooks."""
