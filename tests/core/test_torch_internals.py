@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from hf_zero.core.schedule import torch_internals
 from hf_zero.core.schedule.outside_reads import GuardedParameters
@@ -24,6 +26,7 @@ from hf_zero.core.schedule.torch_internals import (
     next_node,
     number_of,
     outside_compile,
+    outside_recording,
     outside_transforms,
     reaches,
     recompile_limit,
@@ -47,6 +50,30 @@ def test_a_transform_is_noticed_and_left() -> None:
     torch.func.grad(function)(torch.ones(3))
     assert seen == [True, True, False]
     assert not transforming()
+
+
+def test_modes_that_record_for_checkpointing_are_left_and_others_are_not() -> None:
+    class Seen(TorchDispatchMode):
+        names: list[str] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    outer, inner = Seen(), Seen()
+    inner.names = []
+    forward, again = create_selective_checkpoint_contexts([torch.ops.aten.sin.default])
+    x = torch.ones(2)
+    for recorder in (forward, again):
+        with outer, recorder, inner:
+            found = x.sin()
+            with outside_recording():
+                x.cos()  # unknown to the recorder, which would raise
+            assert torch.equal(found, x.sin() if recorder is forward else found)
+            assert torch._C._len_torch_dispatch_stack() == 3
+    assert inner.names.count("cos") == outer.names.count("cos") == 2
+    with outside_recording():
+        assert not torch._C._len_torch_dispatch_stack()
 
 
 def test_a_module_whose_gradients_are_cleared_is_told_of_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.support import ranks
-from tests.support.models import CASES
-from tests.support.parity import Run, check, check_bitwise, initialize, reference_case, train
+from tests.support.models import CASES, Mlp, class_loss
+from tests.support.parity import Run, check, check_bitwise, check_training, initialize, reference_case, train
 from tests.support.recomputation import check_recomputation, train_transformers
 from tests.support.rows import slow_but, thinned
 
@@ -39,6 +42,34 @@ def _input_gradients(run: Run) -> None:
         traces.append(train(engine, case.rows, case.forward, run))
         engine.destroy()
     check_bitwise(traces[1], traces[0], "frozen model with reentrant checkpointing")
+
+
+class Selective(Mlp):
+    """A model with a region of two blocks, and a read of another block's parameter, whose recomputation keeps some results."""
+
+    def _region(self, hidden: Tensor) -> Tensor:
+        inner: Tensor = self.blocks[1](self.blocks[0](hidden))
+        return inner * self.blocks[2].down.bias.sum().exp()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        kept = partial(create_selective_checkpoint_contexts, [torch.ops.aten.tanh.default, torch.ops.aten.mul.Tensor])
+        hidden = checkpoint(self._region, self.entry(inputs), use_reentrant=False, context_fn=kept)
+        logits: Tensor = self.head(self.blocks[2](hidden))
+        return logits
+
+
+def _build_selective() -> nn.Module:
+    torch.manual_seed(0)
+    return Selective()
+
+
+def _selective(run: Run) -> None:
+    check_training(_build_selective, CASES["mlp"].rows, class_loss, run, label="selective checkpointing")
+
+
+@pytest.mark.parametrize("stage", slow_but((2, 3), 3))
+def test_selective_checkpointing_over_several_blocks(stage: int) -> None:
+    ranks.run_ranks(_selective, 2, Run(stage=stage))
 
 
 @pytest.mark.fast_rows("2-not reentrant", "3-nested")

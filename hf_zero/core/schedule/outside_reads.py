@@ -19,7 +19,7 @@ from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.forward_hooks import RAISED, ForwardHooks
 from hf_zero.core.schedule.gathered_parameters import external_parameters
 from hf_zero.core.schedule.schedule import ForwardPhase
-from hf_zero.core.schedule.torch_internals import in_backward, outside_transforms, replace_parameters
+from hf_zero.core.schedule.torch_internals import in_backward, outside_recording, outside_transforms, replace_parameters
 from hf_zero.core.units.divided import PartsInLoss
 from hf_zero.core.units.grouping import enclosing
 from hf_zero.core.units.guards import guard_state_dict
@@ -221,7 +221,7 @@ class OutsideReads:
         if block is None:
             return
         note("external", block.name)
-        with outside_transforms():
+        with outside_transforms(), outside_recording():
             if self._is_behind() or not self._wants_values():
                 block.read_by(self._root, self._root)
                 self._forward.read_behind(block)
@@ -252,7 +252,7 @@ class OutsideReads:
         """Unshard ``block``, which another module reads, and record the reader; collective."""
         note("external", block.name)
         block.read_by(self._forward.stack[-1] if self._forward.stack else self._root, self._root)
-        with outside_transforms():
+        with outside_transforms(), outside_recording():
             if self._backward.begun:
                 self._backward.advance(block)
             else:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable, Container, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils.hooks import RemovableHandle
 
 from hf_zero.core.units.guards import HOOKED_MODULE
@@ -34,6 +35,47 @@ def transforming() -> bool:
 def outside_transforms() -> AbstractContextManager[None]:
     """Return a context in which new tensors are plain ones: inside a transform every new tensor is a wrapper without memory of its own."""
     return torch._C._DisableFuncTorch() if transforming() else nullcontext()
+
+
+# -- modes ----------------------------------------------------------------------------------------------------------------
+
+
+_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+def outside_recording() -> AbstractContextManager[None]:
+    """Return a context that the modes of selective activation checkpointing do not see.
+
+    These modes count the operations of a checkpointed forward, and expect the same ones in its recomputation. Gathers and reshards differ
+    between the two. Other modes stay: a plan runs on the tensors of one.
+    """
+    return _outside_recording() if _modes() and _recorders() else nullcontext()
+
+
+def _recorders() -> list[TorchDispatchMode]:
+    module = sys.modules.get("torch.utils.checkpoint")
+    names = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
+    kinds = tuple(getattr(module, name) for name in names if hasattr(module, name))
+    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, kinds)]
+
+
+@contextmanager
+def _outside_recording() -> Iterator[None]:
+    # Modes of the script lie above torch's own, such as that of fake tensors. To enter one again would reset its counts.
+    recorders, popped, kept = _recorders(), list[TorchDispatchMode](), 0
+    try:
+        while not any(mode is recorders[0] for mode in popped):
+            popped.append(_pop_mode())
+        for mode in reversed(popped):
+            if not any(mode is recorder for recorder in recorders):
+                _push_mode(mode)
+                kept += 1
+        yield
+    finally:
+        for _ in range(kept):
+            _pop_mode()
+        for mode in reversed(popped):
+            _push_mode(mode)
 
 
 # -- autograd -----------------------------------------------------------------------------------------------------------
@@ -87,7 +129,9 @@ _compiling: Callable[[], Any] | None = getattr(torch._C._dynamo.eval_frame, "get
 
 
 def outside_compile(function: Callable[..., Any], module: nn.Module | None = None) -> Callable[..., Any]:
-    """Keep torch.compile, torch.func and inference mode out of a hook, without importing torch.compile's machinery before it is used.
+    """Keep torch.compile, torch.func, inference mode and the modes of selective checkpointing out of a hook.
+
+    torch.compile's machinery is not imported before it is used.
 
     Args:
         function: The hook.
@@ -102,9 +146,9 @@ def outside_compile(function: Callable[..., Any], module: nn.Module | None = Non
         if "torch._dynamo.eval_frame" in sys.modules and (_compiling is None or _compiling() is not None):
             run = wrapped = wrapped or torch.compiler.disable(function)
         # A context costs a microsecond, and hooks are many: this is ``transforming``, without a call.
-        if _innermost_transform() is None and not torch.is_inference_mode_enabled():
+        if _innermost_transform() is None and not torch.is_inference_mode_enabled() and not _modes():
             return run(*args, **kwargs)
-        with outside_transforms(), ordinary_tensors():
+        with outside_transforms(), outside_recording(), ordinary_tensors():
             return run(*args, **kwargs)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
