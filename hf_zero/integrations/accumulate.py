@@ -19,7 +19,6 @@ runs its own backward, in which each engine that it reaches collects its gradien
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_zero.core.engine import Engine as CoreEngine
 from hf_zero.core.optimizer.sharded import REPLACES, ShardedOptimizer
 from hf_zero.deepspeed.engine import Engine
-from hf_zero.deepspeed.requests import set_train_batch_size
+from hf_zero.deepspeed.requests import set_gradient_clipping, set_train_batch_size
 from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.integrations import script_values
 from hf_zero.observe import warn_once
@@ -42,7 +41,7 @@ _MOST = 4  # backwards per micro-step of an optimizer step; after more without o
 
 
 @dataclass(eq=False)
-class _Loop:
+class Loop:
     """State of a training loop with one optimizer since its last ``optimizer.step()``.
 
     Attributes:
@@ -50,6 +49,7 @@ class _Loop:
         updates: Number of updates that backwards have made.
         steps: Whether the loop has ever called ``optimizer.step()``.
         clips: Whether the loop has ever called ``clip_grad_norm_``.
+        clipped: Norm to which the script has clipped the gradients whose update waits; None if it has not.
         accumulates: ``accelerator.gradient_accumulation_steps`` at the last backward; None before the second one.
         dropped: Number of ``zero_grad()`` that have dropped waiting gradients before the first ``optimizer.step()``.
         begun: Whether a backward has completed an optimizer step.
@@ -60,6 +60,7 @@ class _Loop:
     updates: int = 0
     steps: bool = False
     clips: bool = False
+    clipped: float | None = None
     dropped: int = 0
     accumulates: int | None = None
     begun: bool = False
@@ -71,8 +72,14 @@ class _Loop:
             self.at_forward.remove()
             self.at_forward = None
 
+    def end_clipping(self, engine: Engine) -> None:
+        """Clip no more, once the update that the script has clipped is made or dropped: its next ``clip_grad_norm_`` clips the next one."""
+        if self.clipped is not None:
+            self.clipped = None
+            set_gradient_clipping(engine, 0.0)
 
-_loops: WeakKeyDictionary[ShardedOptimizer, _Loop] = WeakKeyDictionary()
+
+LOOPS: WeakKeyDictionary[ShardedOptimizer, Loop] = WeakKeyDictionary()
 
 
 def no_sync(method: Callable[..., AbstractContextManager[None]], accelerator: Any, model: Any) -> AbstractContextManager[None]:
@@ -106,7 +113,7 @@ def backward(method: Callable[..., None], wrapper: Any, loss: Any, *args: Any, *
         )
     if not isinstance(engine, Engine) or not isinstance(engine.optimizer, ShardedOptimizer):
         return method(wrapper, loss, *args, **kwargs)
-    loop = _begun(engine)
+    loop = begun(engine)
     counts = not args and "sync_gradients" not in kwargs  # accelerate before 1.7 lets the engine count micro-steps
     completes = _gradient_state().sync_gradients if counts else args[0] if args else kwargs["sync_gradients"]
     said = getattr(_gradient_state(), _SAID, False) or not completes
@@ -130,21 +137,21 @@ def backward(method: Callable[..., None], wrapper: Any, loss: Any, *args: Any, *
     return None
 
 
-def _begun(engine: Engine) -> _Loop:
+def begun(engine: Engine) -> Loop:
     """Return the state of the loop of ``engine``, which has a loader of the configured batch size.
 
     Raises:
         ConfigError: The loader's batch size differs from the configuration's.
     """
     assert isinstance(engine.optimizer, ShardedOptimizer)
-    if engine.optimizer not in _loops:
+    if engine.optimizer not in LOOPS:
         script_values.require_own_batch(engine)
         if engine.stepper is not None:
             engine.stepper.keeps = True  # zero_grad() follows each step, and scripts read gradients before it
-    return _loops.setdefault(engine.optimizer, _Loop())
+    return LOOPS.setdefault(engine.optimizer, Loop())
 
 
-def _wait(loop: _Loop, engine: Engine, steps: bool = False) -> None:
+def _wait(loop: Loop, engine: Engine, steps: bool = False) -> None:
     """Count a backward whose update waits for ``optimizer.step()``; ``steps``: the script is known to call this method.
 
     Raises:
@@ -159,7 +166,7 @@ def _wait(loop: _Loop, engine: Engine, steps: bool = False) -> None:
         )
 
 
-def _announce(loop: _Loop, engine: Engine, counts: bool) -> None:
+def _announce(loop: Loop, engine: Engine, counts: bool) -> None:
     """Show the norm after a backward that completes an optimizer step; the first time, take the step at the next forward at the latest."""
     if counts or not loop.clips:  # scripts of DeepSpeed, and Trainer of that time, read the norm from the engine before optimizer.step()
         engine.progress.last_norm = engine.stepper.measure()  # type: ignore[union-attr]  # it has an optimizer
@@ -185,7 +192,7 @@ def backward_of_several(method: Callable[..., None], accelerator: Any, loss: Any
         StateError: Many updates wait, and the loop never calls ``optimizer.step()``; or no model was prepared.
         ConfigError: The loader's batch size differs from the configuration's.
     """
-    engines = _trained_by(accelerator)
+    engines = trained_by(accelerator)
     first = getattr(accelerator, "deepspeed_engine_wrapped", None)
     if first is None and getattr(accelerator.state, "deepspeed_plugin", None) is not None:
         raise StateError(
@@ -197,7 +204,7 @@ def backward_of_several(method: Callable[..., None], accelerator: Any, loss: Any
         _follow_accumulation(engine, accelerator.gradient_accumulation_steps)
     if len(engines) < 2:
         return method(accelerator, loss, **kwargs)
-    loops, completes = [_begun(engine) for engine in engines], accelerator.sync_gradients
+    loops, completes = [begun(engine) for engine in engines], accelerator.sync_gradients
     for engine, loop in zip(engines, loops, strict=True):
         loop.begun = True
         engine.set_gradient_accumulation_boundary(completes)
@@ -226,7 +233,7 @@ def _backward_divided(engines: Sequence[Engine], loss: Any, **kwargs: Any) -> No
 
 def _follow_accumulation(engine: Engine, steps: int) -> None:
     """Use the number of micro-steps that a script has set in ``accelerator.gradient_accumulation_steps`` since the last backward."""
-    loop = _loops.get(engine.optimizer)  # type: ignore[arg-type]  # it has an optimizer
+    loop = LOOPS.get(engine.optimizer)  # type: ignore[arg-type]  # it has an optimizer
     if loop is None:
         return
     before, loop.accumulates = loop.accumulates, steps
@@ -287,7 +294,7 @@ def _prepared_alone(accelerator: Any, scheduler: Any) -> Any:
     return accelerator.prepare_scheduler(scheduler)
 
 
-def _trained_by(accelerator: Any) -> list[Engine]:
+def trained_by(accelerator: Any) -> list[Engine]:
     """Return the engines that ``accelerator`` has prepared with an optimizer and that still train."""
     models = getattr(accelerator, "_models", ())
     found = [model for model in models if isinstance(model, Engine) and isinstance(model.optimizer, ShardedOptimizer)]
@@ -306,9 +313,9 @@ def step(method: Callable[..., None], wrapper: Any, *args: Any, **kwargs: Any) -
     completes = state.sync_gradients
     setattr(state, _SAID, False)
     engine = _engine_of_optimizer(wrapper)
-    if engine is None or not (engine.optimizer in _loops or engine.accumulation.awaits_step):
+    if engine is None or not (engine.optimizer in LOOPS or engine.accumulation.awaits_step):
         return
-    loop = _begun(engine)
+    loop = begun(engine)
     loop.know()
     updates, loop.updates, loop.steps = loop.updates, 0, True
     if updates > 1 or (updates and completes and engine.accumulation.awaits_step):
@@ -321,6 +328,7 @@ def step(method: Callable[..., None], wrapper: Any, *args: Any, **kwargs: Any) -
     if completes and (loop.waiting or _complete(engine)):
         loop.waiting = 0
         wrapper.optimizer.step()
+        loop.end_clipping(engine)
 
 
 def zero_grad(method: Callable[..., None], wrapper: Any, *args: Any, **kwargs: Any) -> None:
@@ -333,10 +341,12 @@ def zero_grad(method: Callable[..., None], wrapper: Any, *args: Any, **kwargs: A
     engine = _engine_of_optimizer(wrapper)
     if engine is None or not _gradient_state().sync_gradients:
         return
-    loop = _loops.get(engine.optimizer)
+    loop = LOOPS.get(engine.optimizer)
     if loop is None or not loop.waiting:
         if engine.accumulation.awaits_update:
             engine.zero_grad()
+            if loop is not None:
+                loop.end_clipping(engine)
         else:
             engine.runtime.begin_clearing()
         return
@@ -347,68 +357,7 @@ def zero_grad(method: Callable[..., None], wrapper: Any, *args: Any, **kwargs: A
             "trained. Call optimizer.step() before optimizer.zero_grad()"
         )
     wrapper.optimizer.zero_grad()
-
-
-def get_global_grad_norm(method: Callable[..., Any], wrapper: Any) -> Any:
-    """Replace ``DeepSpeedEngineWrapper.get_global_grad_norm``: return the norm of waiting gradients if there are any (collective)."""
-    norm = _norm_of_waiting(wrapper.engine)
-    return method(wrapper) if norm is None else norm
-
-
-def clip_grad_norm_(method: Callable[..., Any], accelerator: Any, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-    """Replace ``Accelerator.clip_grad_norm_``: let the engine clip to ``max_norm`` ([Note: the script's value and the configuration's]).
-
-    Raises:
-        ConfigError: The configuration has another norm, or ``max_norm`` is not a positive number.
-        UnsupportedError: The engine cannot clip by this norm or these parameters.
-        StateError: Ranks pass different arguments, or the update was already made with another norm.
-    """
-    params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    engine = _engine_of(accelerator, params)
-    if not isinstance(engine, Engine) or not isinstance(engine.optimizer, ShardedOptimizer):
-        return method(accelerator, params, max_norm, norm_type)
-    loop = _loops.get(engine.optimizer)
-    waits = _waits(engine)
-    script_values.clip(engine, accelerator.deepspeed_plugin, params, max_norm, norm_type, loop is not None and not waits)
-    if loop is not None:
-        loop.clips = True
-    norm = _norm_of_waiting(engine)
-    if norm is None:
-        return engine.get_global_grad_norm()
-    if engine.stepper.trained.untrained.among({id(param) for param in params}):  # type: ignore[union-attr]  # their gradients count
-        return torch.nn.utils.clip_grad_norm_(params, max_norm)
-    engine.stepper.note_clipping(engine.progress.last_norm)  # type: ignore[union-attr, arg-type]  # an update waits, and has been measured
-    return norm
-
-
-def clip_grad_value_(method: Callable[..., None], accelerator: Any, parameters: Any, clip_value: float) -> None:
-    """Replace ``Accelerator.clip_grad_value_``, which refuses DeepSpeed: clip as ``torch.nn.utils.clip_grad_value_`` does; collective."""
-    params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    if isinstance(_engine_of(accelerator, params), Engine):
-        torch.nn.utils.clip_grad_value_(params, clip_value)
-    else:
-        method(accelerator, params, clip_value)
-
-
-def _engine_of(accelerator: Any, params: Sequence[torch.Tensor]) -> Any:
-    """Return the engine that trains most of ``params``: the one that was prepared first, unless another one trains the first of them."""
-    first = getattr(getattr(accelerator, "deepspeed_engine_wrapped", None), "engine", None)
-    engines = _trained_by(accelerator)
-    if len(engines) < 2 or not params:
-        return first
-    return next((engine for engine in engines if any(param is params[0] for param in engine.module.parameters())), first)
-
-
-def _norm_of_waiting(engine: Any) -> float | None:
-    """Return the norm of the gradients whose update waits, which is collective; None if no update waits."""
-    if not isinstance(engine, Engine) or engine.stepper is None or not _waits(engine):
-        return None
-    measured = engine.stepper.measure()
-    norm = float(measured)
-    if engine.stepper.settings.skips_overflow and not math.isfinite(norm):
-        measured, norm = torch.full_like(measured, math.inf), math.inf
-    engine.progress.last_norm = measured
-    return norm
+    loop.end_clipping(engine)
 
 
 def _engine_of_optimizer(wrapper: Any) -> Engine | None:
@@ -417,9 +366,9 @@ def _engine_of_optimizer(wrapper: Any) -> Engine | None:
     return engine if isinstance(engine, Engine) and isinstance(engine.optimizer, ShardedOptimizer) else None
 
 
-def _waits(engine: Engine) -> bool:
+def update_waits(engine: Engine) -> bool:
     """Return whether an update of ``engine`` waits for ``optimizer.step()``; collective if the script's own backwards come before it."""
-    loop = _loops.get(engine.optimizer) if engine.optimizer is not None else None
+    loop = LOOPS.get(engine.optimizer) if engine.optimizer is not None else None
     return (loop is not None and loop.waiting > 0) or (_gradient_state().sync_gradients and _complete(engine))
 
 

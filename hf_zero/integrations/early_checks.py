@@ -36,6 +36,8 @@ _ARGUMENTS = (
 )
 CHECKS_ITSELF = "hf_zero_checks_itself"
 """Attribute of a class of training arguments that reports the mistakes of its configuration by itself."""
+OPEN_CLIPPING = "_hf_zero_open_clipping"
+"""Attribute of a ``HfDeepSpeedConfig``: whether ``gradient_clipping`` was "auto" before transformers filled it."""
 
 
 def read_source(method: Callable[..., None], holder: Any, config_file_or_dict: Any) -> None:
@@ -53,6 +55,7 @@ def read_source(method: Callable[..., None], holder: Any, config_file_or_dict: A
         tell_launcher()
         config_file_or_dict = read_config(config_file_or_dict)
     method(holder, config_file_or_dict)
+    setattr(holder, OPEN_CLIPPING, holder.config.get("gradient_clipping") == "auto")
 
 
 def make_arguments(method: Callable[..., None], arguments: Any) -> None:

@@ -154,20 +154,20 @@ NORM = Method(
     "accelerate.utils.deepspeed",
     "DeepSpeedEngineWrapper.get_global_grad_norm",
     "clip_grad_norm_ returns the norm of the previous step in a loop that accumulates outside of Accelerator.accumulate()",
-    around="hf_zero.integrations.accumulate:get_global_grad_norm",
+    around="hf_zero.integrations.clipping:get_global_grad_norm",
     since=(1, 15),
 )
 CLIP = Method(
     "accelerate.accelerator",
     "Accelerator.clip_grad_norm_",
     "gradients are clipped at the configuration's gradient_clipping, whatever max_norm a script passes to clip_grad_norm_",
-    around="hf_zero.integrations.accumulate:clip_grad_norm_",
+    around="hf_zero.integrations.clipping:clip_grad_norm_",
 )
 CLIP_VALUE = Method(
     "accelerate.accelerator",
     "Accelerator.clip_grad_value_",
     "accelerate refuses clip_grad_value_ (use torch.nn.utils.clip_grad_value_)",
-    around="hf_zero.integrations.accumulate:clip_grad_value_",
+    around="hf_zero.integrations.clipping:clip_grad_value_",
 )
 FILL = Method(
     "accelerate.utils.dataclasses",
@@ -297,7 +297,7 @@ OPTIMIZERS = Method(
     "transformers.integrations.deepspeed",
     "deepspeed_init",
     "Trainer ignores its optimizers= argument and makes an optimizer from its training arguments",
-    around="hf_zero.integrations.script_values:with_own_optimizer",
+    around="hf_zero.integrations.trainer_optimizers:with_own_optimizer",
 )
 STEP_END = Method(
     "transformers.trainer",

@@ -3,8 +3,8 @@
 [Note: the script's value and the configuration's] accelerate silently prefers the configuration's value, and fills "auto" for
 `gradient_clipping` with 1.0, whatever norm the script passes to ``clip_grad_norm_``. Here the script's value is used if the configuration
 has "auto" or no value; if both are set and differ, an error names both. An argument with its default value counts as not set. The clipping
-norm and the loader's batch size become known late: at the first ``clip_grad_norm_`` and at the first backward. Both precede the first
-update, because `integrations/accumulate.py` lets updates wait for ``optimizer.step()``.
+norm and the loader's batch size become known late: at ``clip_grad_norm_`` (`integrations/clipping.py`) and at the first backward. Both
+precede the update, because `integrations/accumulate.py` lets updates wait for ``optimizer.step()``.
 """
 
 from __future__ import annotations
@@ -12,23 +12,18 @@ from __future__ import annotations
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
-from weakref import WeakKeyDictionary
-
-import torch
 
 from hf_zero.config.batch import ACCUMULATION, MICRO
-from hf_zero.core.optimizer.sharded import ShardedOptimizer
-from hf_zero.core.step.agreement import differing, fact, ranks_by_facts
 from hf_zero.deepspeed.engine import Engine
-from hf_zero.deepspeed.requests import set_gradient_clipping, set_train_micro_batch_size
-from hf_zero.errors import ConfigError, StateError, UnsupportedError
+from hf_zero.deepspeed.requests import set_train_micro_batch_size
+from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.integrations import callers, methods
-from hf_zero.integrations.early_checks import check_plugin
+from hf_zero.integrations.early_checks import OPEN_CLIPPING, check_plugin
 from hf_zero.integrations.typed_values import put, same
-from hf_zero.observe import log_rank0, warn_once
+from hf_zero.observe import warn_once
 
 CLIPPING = "gradient_clipping"
 _OPTIMIZER, _SCHEDULER = "optimizer.params.", "scheduler.params."
@@ -66,8 +61,6 @@ _REMEDY = (
     "Set one of the two: write \"auto\" for the key (or remove it) to use the script's value, or use the configuration's value in the "
     "script"
 )
-
-_numbers: WeakKeyDictionary[ShardedOptimizer, float] = WeakKeyDictionary()  # the max_norm of the last clip_grad_norm_
 
 
 def make_plugin(method: Callable[..., None], plugin: Any, *args: Any, **kwargs: Any) -> None:
@@ -169,7 +162,7 @@ def fill_match(
     if mismatches is not None:
         del mismatches[known:]  # accelerate's sentence about the same two values
     if (found := plugin.__dict__.get(_FOUND)) is None:
-        raise ConfigError(_contradiction(ds_key_long, written, given, value))
+        raise ConfigError(contradiction(ds_key_long, written, given, value))
     found.append(_both(ds_key_long, written, given, value))
 
 
@@ -239,12 +232,12 @@ def use_scaler(accelerator: Any) -> None:
                 "doubles after growth_interval steps and halves after an overflow. Remove it, or set the keys of fp16 in the configuration"
             )
         if (static := plugin.get_value("fp16.loss_scale")) not in (None, 0, "auto"):
-            raise ConfigError(_contradiction("fp16.loss_scale", static, f"GradScalerKwargs({name})", value))
+            raise ConfigError(contradiction("fp16.loss_scale", static, f"GradScalerKwargs({name})", value))
         written = plugin.get_value(key)
         if written in (None, "auto"):
             put(plugin.deepspeed_config, key, value)
         elif not same(written, value):
-            raise ConfigError(_contradiction(key, written, f"GradScalerKwargs({name})", value))
+            raise ConfigError(contradiction(key, written, f"GradScalerKwargs({name})", value))
 
 
 def require_own_batch(engine: Engine) -> None:
@@ -273,127 +266,24 @@ def require_own_batch(engine: Engine) -> None:
     if MICRO in plugin.__dict__.get(_FILLED, ()) or plugin.get_value(MICRO) in (None, "auto"):
         set_train_micro_batch_size(engine, size)
         return
-    raise ConfigError(_contradiction(MICRO, written, "the DataLoader (batch_size, for one process)", size))
+    raise ConfigError(contradiction(MICRO, written, "the DataLoader (batch_size, for one process)", size))
 
 
-def clip(
-    engine: Engine, plugin: Any, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float, updated: bool
-) -> None:
-    """Set the engine's clipping norm to the argument of a script's ``clip_grad_norm_``, or raise. Collective at the first call.
-
-    Args:
-        engine: The engine, which clips in its step.
-        plugin: accelerate's plugin with the engine's configuration.
-        parameters: Parameters that the script passes.
-        max_norm: Largest norm of the gradients; infinity only computes the norm.
-        norm_type: Order of the norm.
-        updated: Whether the update that this call should clip has already been made.
-
-    Raises:
-        ConfigError: The configuration has another norm, or ``max_norm`` is not positive.
-        UnsupportedError: ``norm_type`` is not 2, or ``parameters`` are not all trained parameters.
-        StateError: Ranks pass different arguments, or the update was already made with another norm that gave another result.
-    """
-    optimizer = engine.optimizer
-    assert optimizer is not None and engine.stepper is not None
-    max_norm = float(max_norm)
-    known = _numbers.get(optimizer)
-    if known == max_norm and norm_type == 2:
-        return
-    given = {id(param) for param in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
-    trained = [(name, param) for name, param in engine.module.named_parameters() if param.requires_grad]
-    left_out = [name for name, param in trained if id(param) not in given]
-    if known is None and engine.collectives.topology.data.world > 1:
-        facts = [fact("max_norm", max_norm), fact("norm_type", norm_type), fact("number of parameters left out", len(left_out))]
-        kinds = ranks_by_facts(facts, engine.collectives.data, "arguments of clip_grad_norm_")
-        if len(kinds) > 1:
-            raise StateError(f"clip_grad_norm_ was called with different arguments on different ranks: {'; '.join(differing(kinds))}")
-    if norm_type != 2:
-        raise UnsupportedError(f"clip_grad_norm_(norm_type={norm_type}) is not supported: the engine clips by the 2-norm. Remove norm_type")
-    if not max_norm > 0:
-        raise ConfigError(
-            f"clip_grad_norm_ was given max_norm {max_norm:g}; a number above 0 is allowed. Remove the call if you want no clipping"
-        )
-    some = (
-        f"clip_grad_norm_ was given {len(trained) - len(left_out)} of the {len(trained)} trained parameters (without "
-        f"{', '.join(left_out[:3])}), but the engine clips by the norm of all of them"
-    )
-    written = _written_clipping(engine, plugin)
-    if written is not None:
-        if max_norm not in (written, math.inf):
-            raise ConfigError(_contradiction(CLIPPING, written, "clip_grad_norm_(max_norm)", max_norm))
-        if left_out:
-            warn_once(some)
-    else:
-        if left_out:
-            raise UnsupportedError(f"{some}. Pass model.parameters() of the prepared model")
-        _set(engine, max_norm, updated)
-    _numbers[optimizer] = max_norm
-
-
-def _set(engine: Engine, max_norm: float, updated: bool) -> None:
-    """Set the engine's clipping norm; raise if an update was already made with another norm and ``max_norm`` would have changed it."""
-    before = engine.stepper.settings.max_norm or math.inf  # type: ignore[union-attr]
-    norm = engine.progress.last_norm
-    if updated and before != max_norm and norm is not None and min(before, max_norm) < float(norm) < math.inf:
-        raise StateError(
-            f"clip_grad_norm_ was called with {max_norm:g} after an update whose gradients, of norm {float(norm):g}, were clipped at "
-            f'{before:g}: with DeepSpeed accelerate updates in backward(). Pass the same number in every step, or write "{CLIPPING}": '
-            f"{max_norm:g} in the configuration"
-        )
-    set_gradient_clipping(engine, 0.0 if math.isinf(max_norm) else max_norm)
-    if before != max_norm:
-        log_rank0("clipping at %g, the argument of the script's clip_grad_norm_ (%g before)", max_norm, before)
-
-
-def _written_clipping(engine: Engine, plugin: Any) -> float | None:
+def written_clipping(engine: Engine, plugin: Any) -> float | None:
     """Return the clipping norm that the configuration or its optimizer sets; None if it is "auto" or absent."""
     own = getattr(engine.optimizer.inner, "max_grad_norm", None)  # type: ignore[union-attr]
     if own:
         return float(own)
-    written = None if CLIPPING in plugin.__dict__.get(_FILLED, ()) else plugin.get_value(CLIPPING)
+    trainers = hasattr(plugin.hf_ds_config, "mismatches")  # transformers fills its configuration itself
+    filled = getattr(plugin.hf_ds_config, OPEN_CLIPPING) if trainers else CLIPPING in plugin.__dict__.get(_FILLED, ())
+    written = None if filled else plugin.get_value(CLIPPING)
     return None if written in (None, "auto") else float(written)
 
 
-def _contradiction(key: str, written: Any, given: str, value: Any) -> str:
+def contradiction(key: str, written: Any, given: str, value: Any) -> str:
+    """Return the message about a key whose value differs from one of the script."""
     return f"{_both(key, written, given, value)}. {_REMEDY}"
 
 
 def _both(key: str, written: Any, given: str, value: Any) -> str:
     return f"{key} is {written!r} in the configuration, but {given} is {value!r}"
-
-
-_OWN_OPTIMIZER = "_hf_zero_own_optimizer"  # attribute of a Trainer that was given an optimizer
-
-
-def with_own_optimizer(method: Callable[..., Any], trainer: Any, num_training_steps: int, inference: bool = False) -> Any:
-    """Replace ``deepspeed_init`` of transformers: keep the optimizer of ``Trainer(optimizers=(optimizer, None))``, which it would drop.
-
-    Raises:
-        ConfigError: The configuration has an optimizer too, or the Trainer trains a second time with the same optimizer.
-    """
-    given, accelerated = trainer.optimizer, hasattr(trainer.optimizer, "step_was_skipped")  # accelerate's wrapper from an earlier training
-    if inference or given is None or (accelerated and not getattr(trainer, _OWN_OPTIMIZER, False)):
-        return method(trainer, num_training_steps, inference)
-    if accelerated:
-        raise ConfigError(
-            "this Trainer was given optimizers=(optimizer, ...) and trains a second time: its optimizer belongs to the first training. Set "
-            "trainer.optimizer to a new one over the model's parameters before train(), or make a new Trainer"
-        )
-    config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config
-    if config.get("optimizer"):
-        raise ConfigError(
-            f"Trainer was given optimizers=({type(given).__name__}, ...) and the configuration has an optimizer section too "
-            f"({config['optimizer'].get('type')}): leave one of them out"
-        )
-    setattr(trainer, _OWN_OPTIMIZER, True)
-    trainer.create_optimizer = lambda *_args, **_kwargs: _keep_optimizer(trainer, given)
-    try:
-        return method(trainer, num_training_steps, inference)
-    finally:
-        vars(trainer).pop("create_optimizer", None)
-
-
-def _keep_optimizer(trainer: Any, optimizer: Any) -> Any:
-    trainer.optimizer = optimizer
-    return optimizer

@@ -178,10 +178,30 @@ def _clip_and_change(loop: Any, step: int) -> None:
     loop.optimizer.zero_grad()
 
 
+def _clip_some(loop: Any, step: int) -> None:
+    """A call clips one update: the second is dropped, the third and fourth are not clipped."""
+    loop.backward(step)
+    if step < 2:
+        loop.seen.append(loop.clip(0.02))
+    if step != 1:
+        loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+def _clip_twice(loop: Any, step: int) -> None:
+    """A second call sees clipped gradients: the smaller number counts."""
+    loop.backward(step)
+    for norm in (1e6, 0.02, 0.01 if step % 2 else 0.5):
+        loop.seen.append(loop.clip(norm))
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
 LOOPS: tuple[Callable[[Any, int], None], ...] = (
-    _rate, _drop, _drop_first, _leave_out, _clip, _edit, _look, _clip_and_edit, _clip_and_change
+    _rate, _drop, _drop_first, _leave_out, _clip, _edit, _look, _clip_and_edit, _clip_and_change, _clip_some,
+    _clip_twice
 )  # fmt: skip
-_CLIPPING = (_clip, _drop, _clip_and_edit, _clip_and_change)
+_CLIPPING = (_clip, _drop, _clip_and_edit, _clip_and_change, _clip_some, _clip_twice)
 
 
 def _close(found: list[Tensor], expected: list[Tensor], label: str) -> None:
@@ -313,6 +333,51 @@ def _several_models(stage: int) -> None:
 @pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
 def test_several_models_of_one_accelerator(stage: int) -> None:
     ranks.run_ranks(_several_models, 2, stage)
+
+
+def _joint(models: tuple[Any, Any], rows: Tensor) -> Tensor:
+    return models[0](rows).square().mean() + 3 * models[1](rows.flip(0)).square().mean()
+
+
+def _clipped_together(stage: int) -> None:
+    from hf_zero.errors import ConfigError, UnsupportedError
+
+    plain, seen = (_build(), _build(1)), []
+    steps = [_sgd(model) for model in plain]
+    with _accelerator(stage, gradient_clipping="auto") as accelerator:
+        pairs = [accelerator.prepare(model, _sgd(model)) for model in (_build(), _build(1))]
+        models = (pairs[0][0], pairs[1][0])
+        for step, norm in enumerate((0.05, 1e6, float("inf"), 0.01)):
+            accelerator.backward(_joint(models, _rows(step)))
+            for rank in range(ranks.world()):
+                (_joint(plain, _rows(step, rank)) / ranks.world()).backward()
+            found = accelerator.clip_grad_norm_([param for model in models for param in model.parameters()], norm)
+            expected = nn.utils.clip_grad_norm_([param for model in plain for param in model.parameters()], norm)
+            seen.append((float(found), float(expected)))
+            for optimizer in [*steps, *(optimizer for _, optimizer in pairs)]:
+                optimizer.step()
+                optimizer.zero_grad()
+        for found, expected in seen:
+            assert found == pytest.approx(expected, rel=1e-5), f"stage {stage}"
+        for model, other in zip(models, plain, strict=True):
+            _close(_weights(model), [param.detach() for param in other.parameters()], f"stage {stage}, clipped together")
+        some = [*models[0].parameters(), next(models[1].parameters())]
+        with pytest.raises(UnsupportedError, match=r"of 2 models with engines.*Clip each model by itself"):
+            accelerator.clip_grad_norm_(some, 1.0)
+        for model in models:
+            model.destroy()
+    with _accelerator(stage, gradient_clipping=0.5) as accelerator:
+        models = tuple(accelerator.prepare(model, _sgd(model))[0] for model in (_build(), _build(1)))
+        with pytest.raises(ConfigError, match=r"gradient_clipping is 0.5 in the configuration.*2 models to clip at 0.1 together"):
+            accelerator.clip_grad_norm_([param for model in models for param in model.parameters()], 0.1)
+        for model in models:
+            model.destroy()
+
+
+@pytest.mark.fast_rows("3")
+@pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
+def test_models_that_a_script_clips_by_one_norm(stage: int) -> None:
+    ranks.run_ranks(_clipped_together, 2, stage)
 
 
 def _prepared_by_methods() -> None:

@@ -1,0 +1,111 @@
+"""Train with the optimizer and the scheduler that a script gives to a Trainer, beside a configuration that may have its own.
+
+[Note: a Trainer's own optimizer] With DeepSpeed, transformers drops the two of ``Trainer(optimizers=...)``, and does not ask the script for
+an optimizer if the configuration has one. Here they train as in plain Trainer. A configuration with a section of its own beside them is an
+error, because one of the two would be ignored.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from hf_zero.errors import ConfigError
+from hf_zero.observe import warn_once
+
+_OWN_OPTIMIZER = "_hf_zero_own_optimizer"  # attribute of a Trainer that was given an optimizer
+_CREATE = "create_optimizer"
+_ADAMW = ("adamw_torch", "adamw_torch_fused")  # the defaults of transformers
+
+
+def with_own_optimizer(method: Callable[..., Any], trainer: Any, num_training_steps: int, inference: bool = False) -> Any:
+    """Replace ``deepspeed_init`` of transformers: keep the optimizer and the scheduler of the script, which it would drop.
+
+    Raises:
+        ConfigError: The configuration has an optimizer or a scheduler too, or the Trainer trains a second time with the same optimizer.
+    """
+    if inference:
+        return method(trainer, num_training_steps, inference)
+    given, scheduler = trainer.optimizer, _own_scheduler(trainer)
+    accelerated = hasattr(given, "step_was_skipped")  # accelerate's wrapper from an earlier training
+    if accelerated and getattr(trainer, _OWN_OPTIMIZER, False):
+        raise ConfigError(
+            "this Trainer was given optimizers=(optimizer, ...) and trains a second time: its optimizer belongs to the first training. Set "
+            "trainer.optimizer to a new one over the model's parameters before train() (and trainer.lr_scheduler to one over it or None), "
+            "or make a new Trainer"
+        )
+    given = None if accelerated else given
+    _require_one(trainer, given, scheduler)
+    try:
+        if given is not None:
+            setattr(trainer, _OWN_OPTIMIZER, True)
+            trainer.create_optimizer = lambda *_args, **_kwargs: _keep_optimizer(trainer, given)
+        optimizer, made = method(trainer, num_training_steps, inference)
+        return optimizer, made if scheduler is None else scheduler
+    finally:
+        if given is not None:
+            vars(trainer).pop(_CREATE, None)
+
+
+def _own_scheduler(trainer: Any) -> Any:
+    """Return the scheduler that the script has given to ``trainer``; None if there is none, or one of an earlier training."""
+    from accelerate.scheduler import AcceleratedScheduler
+    from accelerate.utils import DummyScheduler
+
+    scheduler = trainer.lr_scheduler
+    return None if isinstance(scheduler, (AcceleratedScheduler, DummyScheduler)) else scheduler
+
+
+def _require_one(trainer: Any, optimizer: Any, scheduler: Any) -> None:
+    """Raise if the configuration has a section for what the script gives in any form; warn if ``TrainingArguments(optim)`` has no effect.
+
+    Raises:
+        ConfigError: It has.
+    """
+    config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config
+    kinds = {name: config[name].get("type") for name in ("optimizer", "scheduler") if config.get(name)}
+    if "optimizer" in kinds:
+        if given := _given_optimizer(trainer, optimizer):
+            raise ConfigError(_both(given, "optimizer", kinds["optimizer"]))
+        if scheduler is not None:
+            raise ConfigError(
+                f"Trainer was given optimizers=(None, {type(scheduler).__name__}) and the configuration has an optimizer section "
+                f"({kinds['optimizer']}), whose learning rate this scheduler does not change: give the scheduler's optimizer too and leave "
+                "the section out, or leave the scheduler out"
+            )
+        optim = str(getattr(trainer.args.optim, "value", trainer.args.optim))
+        if optim not in (type(trainer.args).__dataclass_fields__["optim"].default, *_ADAMW):
+            warn_once(
+                f"TrainingArguments(optim={optim!r}) has no effect: the configuration has an optimizer section ({kinds['optimizer']}), "
+                "which is used. Leave one of them out"
+            )
+    if scheduler is not None and "scheduler" in kinds:
+        given = f"optimizers=(..., {type(scheduler).__name__})"
+        raise ConfigError(_both(given, "scheduler", kinds["scheduler"]))
+
+
+def _given_optimizer(trainer: Any, optimizer: Any) -> str:
+    """Return how the script gives an optimizer to ``trainer``; "" if it does not."""
+    if optimizer is not None:
+        return f"optimizers=({type(optimizer).__name__}, ...)"
+    if (pair := getattr(trainer, "optimizer_cls_and_kwargs", None)) is not None:
+        return f"optimizer_cls_and_kwargs=({getattr(pair[0], '__name__', pair[0])}, ...)"
+    overriding = next((kind for kind in type(trainer).__mro__ if _builds(vars(kind).get(_CREATE))), None)
+    return "" if overriding is None else f"a create_optimizer() of its own ({overriding.__name__})"
+
+
+def _builds(override: Any) -> bool:
+    """Return whether ``override`` of ``create_optimizer`` makes an optimizer; one that calls the replaced method may add to its result."""
+    code = getattr(inspect.unwrap(override), "__code__", None) if callable(override) else None
+    module = str(getattr(override, "__module__", ""))
+    return code is not None and not module.startswith("transformers.") and _CREATE not in code.co_names
+
+
+def _both(given: str, section: str, kind: Any) -> str:
+    return f"Trainer was given {given} and the configuration has a section `{section}` too ({kind}): leave one of them out"
+
+
+def _keep_optimizer(trainer: Any, optimizer: Any) -> Any:
+    trainer.optimizer = optimizer
+    return optimizer
