@@ -13,7 +13,12 @@ from torch.nn.functional import cross_entropy
 import hf_zero
 from tests.support import ranks
 
-CONFIG = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}, "pipeline": {"stages": 2, "micro_batches": 1}}
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_clipping": 0.0,
+    "zero_optimization": {"stage": 1},
+    "pipeline": {"stages": 2, "micro_batches": 1},
+}
 
 
 class Layer(nn.Module):
