@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hf_zero.checkpoint.model.export import expert_axis_of, model_axis_of
+from hf_zero.checkpoint.model.export import expert_axis_of, joined, model_axis_of
 from hf_zero.checkpoint.model.stream import Piece, WeightStream
-from hf_zero.core.units.marks import is_packed, is_wrapped
+from hf_zero.comm.collectives import Collectives
+from hf_zero.core.units.marks import is_expert, is_packed, is_wrapped, tp_shard_of
+from hf_zero.core.units.parts import WITHOUT_FUNCTION
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -24,12 +26,12 @@ if TYPE_CHECKING:
 _PREFIX = "base_model.model."  # before names of the model inside a PeftModel
 
 
-def merged_pieces(module: nn.Module, split: bool) -> list[Piece]:
+def merged_pieces(module: nn.Module, model: Collectives | None) -> list[Piece]:
     """Return the model without adapters, as ``merge_and_unload`` leaves it: merged weights under the names of the base model.
 
     Args:
         module: A model with or without peft's adapters.
-        split: Whether its layers are tensor-parallel shards.
+        model: Collectives of the model axis, whose ranks divide its layers; None if there is one such rank.
 
     Raises:
         UnsupportedError: An adapter cannot be merged layer by layer.
@@ -41,7 +43,7 @@ def merged_pieces(module: nn.Module, split: bool) -> list[Piece]:
     renamed: dict[int, str] = {}
     for name, layer in _outermost(module):
         if _is_tuner_layer(layer):
-            _take_layer(name, layer, taken, split)
+            _take_layer(name, layer, taken, model)
         else:
             _take_copy(name, layer, taken, renamed)
     pieces = []
@@ -79,13 +81,8 @@ def _outermost(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, child
 
 
-def _take_layer(name: str, layer: Any, taken: dict[int, Piece | None], split: bool) -> None:
+def _take_layer(name: str, layer: Any, taken: dict[int, Piece | None], model: Collectives | None) -> None:
     base = layer.get_base_layer()
-    if split and (not hasattr(layer, "lora_A") or any(getattr(layer, "use_dora", {}).values())):
-        raise UnsupportedError(
-            f"{name}: adapters of type {type(layer).__name__} cannot be merged from tensor-parallel shards; LoRA without DoRA can. Use "
-            "iter_full_params(engine, merge_adapters=False), which yields weights and adapters separately"
-        )
     owned = {id(param): param for param in layer.parameters()}
     for param in owned.values():
         taken[id(param)] = None
@@ -97,7 +94,11 @@ def _take_layer(name: str, layer: Any, taken: dict[int, Piece | None], split: bo
     names = tuple(f"{name}.{key}".removeprefix(_PREFIX) for key, _ in named)
     params = tuple(param for _, param in named)
     if params:
-        taken[id(params[0])] = Piece(names, params, tuple(owned.values()), partial(_merge, layer, params))
+        make, every = partial(_merge, layer, params), tuple(owned.values())
+        divided = model is not None and not any(map(is_expert, every))
+        if model is not None and divided:
+            make = partial(_merge_whole, layer, params, every, model)
+        taken[id(params[0])] = Piece(names, params, every, make, whole=divided)
 
 
 def _kind(param: nn.Parameter) -> str:
@@ -120,6 +121,23 @@ def _merge(layer: Any, params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
             param.data = original
         for part, merged in before:
             part.merged_adapters[:] = merged
+
+
+def _merge_whole(layer: Any, params: Sequence[nn.Parameter], owned: Sequence[nn.Parameter], model: Collectives) -> list[torch.Tensor]:
+    """Return values as ``_merge`` from the whole parameters of a layer that the ranks of a model axis divide; collective over the axis.
+
+    A product of parts of A and B is not a part of the product where the inner dimension is divided, and other stages of a pipeline have no
+    values of the layer. So every rank joins all parameters of the layer, and merges the whole layer.
+    """
+    parts = [param.data for param in owned]
+    with WITHOUT_FUNCTION():
+        try:
+            for param, part in zip(owned, parts, strict=True):
+                param.data = joined(part, tp_shard_of(param), model)
+            return _merge(layer, params)
+        finally:
+            for param, part in zip(owned, parts, strict=True):
+                param.data = part
 
 
 def _take_copy(name: str, wrapper: Any, taken: dict[int, Piece | None], renamed: dict[int, str]) -> None:
@@ -176,7 +194,7 @@ def iter_full_params(
     if not isinstance(bucket_bytes, int) or bucket_bytes <= 0:
         raise ConfigError(f"iter_full_params: bucket_bytes is {bucket_bytes!r}; a positive number of bytes is allowed")
     model, expert = model_axis_of(engine.collectives), expert_axis_of(engine.collectives)
-    pieces = merged_pieces(engine.module, split=model is not None) if merge_adapters else plain_pieces(engine.module)
+    pieces = merged_pieces(engine.module, model) if merge_adapters else plain_pieces(engine.module)
     steps = engine.progress.global_steps
 
     def check() -> None:

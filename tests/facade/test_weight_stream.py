@@ -115,6 +115,25 @@ def _split() -> None:
     _all_same(dict(iter_full_params(engine)), expected)
 
 
+def _merges_divided(sections: dict[str, dict[str, int]], stage: int) -> None:
+    for settings in ({}, {"use_dora": True}, {"r": 2, "target_modules": ["q_proj", "o_proj", "up_proj", "down_proj"]}):
+        model = streams.lora(streams.llama(), **settings)
+        merged = copy.deepcopy(model).merge_and_unload()
+        engine = streams.engine_of(model, stage, **sections)
+        found = dict(iter_full_params(engine, bucket_bytes=4096))
+        assert list(found) == [name for name, _ in merged.named_parameters()]
+        for name, value in merged.named_parameters():
+            torch.testing.assert_close(found[name], value.detach(), rtol=1e-5, atol=1e-6, msg=name)
+        engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("sections", "stage"), [({"tensor_parallel": {"autotp_size": 2}}, 3), ({"pipeline": {"stages": 2}}, 1)], ids=["tensors", "stages"]
+)
+def test_adapters_of_divided_layers_are_merged(sections: dict[str, dict[str, int]], stage: int) -> None:
+    ranks.run_ranks(_merges_divided, 2, sections, stage)
+
+
 @pytest.mark.slow  # fast: `test_adapters_are_merged_layer_by_layer`
 def test_tensor_parallel_shards_are_joined() -> None:
     ranks.run_ranks(_split, 2)

@@ -23,12 +23,14 @@ class Piece:
         params: The parameter that each tensor is a value of, in the same order.
         reads: All parameters that must be unsharded while the tensors are computed.
         make: Function that returns this rank's tensor-parallel shard of each tensor, in the same order.
+        whole: ``make`` returns whole tensors, and is collective over the model axis.
     """
 
     names: tuple[str, ...]
     params: tuple[torch.Tensor, ...]
     reads: tuple[torch.Tensor, ...]
     make: Callable[[], Sequence[torch.Tensor]]
+    whole: bool = False
 
     @classmethod
     def of_param(cls, name: str, param: torch.Tensor) -> Piece:
@@ -84,7 +86,7 @@ class WeightStream:
     def _values(self, piece: Piece) -> Iterator[tuple[str, torch.Tensor]]:
         with torch.no_grad():
             for name, param, value in zip(piece.names, piece.params, piece.make(), strict=True):
-                yield name, self._joined(value, tp_shard_of(param))
+                yield name, value if piece.whole else self._joined(value, tp_shard_of(param))
 
     def _joined(self, value: torch.Tensor, part: TpShard | None) -> torch.Tensor:
         whole = None
