@@ -48,7 +48,6 @@ class Engine(nn.Module):
         offloaded_states: State that has been moved to the host while the engine is idle.
         preemption: Signals that ask the ranks to end.
         averages: Averages of the engine's weights.
-        plain_backwards: Whether a backward that the script starts is one of plain PyTorch: nothing divides it, and the next step updates.
         destroyed: Whether ``destroy`` was called.
     """
 
@@ -76,7 +75,6 @@ class Engine(nn.Module):
         self._give_back, self._long_waits = parts.give_back, parts.long_waits
         self._explain = parts.explain
         self.averages, self.destroyed = AppliedAverages(), False
-        self.plain_backwards = False
         self._run_again = RunAgain()
         gradients = parts.stepper.reducer.gradients if parts.stepper is not None else ()
         self.offloaded_states = OffloadedStates(parts.runtime, parts.units, parts.collectives.topology.device, parts.optimizer, gradients)
@@ -202,7 +200,7 @@ class Engine(nn.Module):
         """[Note: a backward the user starts]
 
         ``loss.backward()`` on a loss made of the engine's outputs is a micro-step like ``engine.backward(loss)``: its gradients are divided
-        by ``gradient_accumulation_steps``, on their way into the flat buffers, unless ``plain_backwards`` is set. If there is a loss scale,
+        by ``gradient_accumulation_steps``, on their way into the flat buffers, unless ``accumulation.plain`` is set. If there is a loss scale,
         the caller must have multiplied the loss by it (``scale``). Another engine's ``backward`` that reaches this module (the two halves
         of a GAN) has divided already, and has scaled with its own loss scale, which is exchanged for ours.
         """
@@ -218,9 +216,7 @@ class Engine(nn.Module):
                 f"Loss scaling is required: loss.backward() without the loss scale of {scale:g}, so small fp16 gradients "
                 "would be lost: call engine.backward(loss), or engine.scale(loss).backward()"
             )
-        if self.plain_backwards and self.accumulation.managed:
-            self.accumulation.say(True)  # inside a no_sync it has no effect
-        self._begin_micro_step(1.0 if self.plain_backwards else 1.0 / self.accumulation.steps)
+        self._begin_micro_step(self.accumulation.factor_of_script())
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Take an optimizer step at a boundary: clip, update, all-gather updated parameters, step the scheduler. Do nothing before the

@@ -223,12 +223,12 @@ def backward_of_several(method: Callable[..., None], accelerator: Any, loss: Any
 def _backward_divided(engines: Sequence[Engine], loss: Any, **kwargs: Any) -> None:
     """Run the backward of ``loss``, which each engine divides by its ``gradient_accumulation_steps``."""
     for engine in engines:
-        engine.plain_backwards = False
+        engine.accumulation.plain = False
     try:
         loss.backward(**kwargs)
     finally:
         for engine in engines:
-            engine.plain_backwards = True
+            engine.accumulation.plain = True
 
 
 def _follow_accumulation(engine: Engine, steps: int) -> None:
@@ -262,7 +262,7 @@ def prepare(method: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: 
     found = method(accelerator, *args, **kwargs)
     for engine in found:
         if isinstance(engine, Engine):
-            engine.plain_backwards = True
+            engine.accumulation.plain = True
     return tuple(_prepared_alone(accelerator, one) if isinstance(one, torch.optim.lr_scheduler.LRScheduler) else one for one in found)
 
 

@@ -26,12 +26,14 @@ class Accumulation:
         managed: Whether the engine counts; otherwise every call of ``step`` is a boundary.
         boundary: Whether the micro-step begun last is a boundary.
         micro_steps: Number of micro-steps so far.
+        plain: Whether a backward that the script starts is one of plain PyTorch: nothing divides it, and the next step updates.
         held_back: Whether the last backward was inside a ``no_sync`` that allows no step and is closed now; its gradients were not reduced.
     """
 
     def __init__(self, steps: int, managed: bool) -> None:
         self.steps = steps
         self.managed = managed
+        self.plain = False
         self.boundary = False
         self.micro_steps = 0
         self._said: bool | None = None
@@ -59,6 +61,14 @@ class Accumulation:
                 "every step() applies an update then. Remove the call or the key"
             )
         self._said = bool(is_boundary)
+
+    def factor_of_script(self) -> float:
+        """Return the factor of the gradients of a backward that the script starts, which a plain one makes the last of its step."""
+        if not self.plain:
+            return 1.0 / self.steps
+        if self.managed:
+            self.say(True)  # inside a no_sync it has no effect
+        return 1.0
 
     def begin(self, forwards: int | None) -> bool:
         """Begin a backward after ``forwards`` forwards so far; return whether its gradients complete an optimizer step.
