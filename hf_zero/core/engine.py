@@ -200,9 +200,9 @@ class Engine(nn.Module):
         """[Note: a backward the user starts]
 
         ``loss.backward()`` on a loss made of the engine's outputs is a micro-step like ``engine.backward(loss)``: its gradients are divided
-        by ``gradient_accumulation_steps``, on their way into the flat buffers, unless ``accumulation.plain`` is set. If there is a loss scale,
-        the caller must have multiplied the loss by it (``scale``). Another engine's ``backward`` that reaches this module (the two halves
-        of a GAN) has divided already, and has scaled with its own loss scale, which is exchanged for ours.
+        by ``gradient_accumulation_steps``, on their way into the flat buffers, unless it is a plain one (``Accumulation.plain``). If there
+        is a loss scale, the caller must have multiplied the loss by it (``scale``). Another engine's ``backward`` that reaches this module
+        (the two halves of a GAN) has divided already, and has scaled with its own loss scale, which is exchanged for ours.
         """
         self._require_optimizer("a backward of its module")
         scale, scaled, self._scaled_by_user = self.scaler.scale, self._scaled_by_user, False
