@@ -149,18 +149,17 @@ class Checkpoint:
         _require(all(isinstance(name, str) for name in known), "a name of a parameter is no text")
         for group in index["optimizer"]["groups"] if index["optimizer"] is not None else ():
             _require(known >= set(group["params"]), "a param group names a parameter that is not there")
-        known |= set(index["buffers"])
-        for alias, name in index["aliases"].items():
-            _require(alias not in known and name in known | set(index["excluded"]), f"the alias {alias!r:.80} leads to no parameter")
+        targets = {*known, *index["excluded"], *index["buffers"]}
+        lost = [alias for alias, name in index["aliases"].items() if alias in known or name not in targets]
+        _require(not lost, f"the aliases {lost[:3]} lead to no parameter")
 
     def _check_unit(self, unit: dict[str, Any]) -> None:
-        name, world, numel = unit["name"], unit["world"], unit["padded_numel"]
+        name, world, numel, end = unit["name"], unit["world"], unit["padded_numel"], 0
         fits = _are_sizes([world, numel, unit["tensor_rank"]]) and 1 <= world <= len(self.index["files"]) and numel % world == 0
         _require(fits and unit["kind"] in ("master", "weights"), f"unit {name!r}: {numel!r:.80} elements in {world!r:.80} shards")
         shards = [self._record(self._shard(unit, rank), name) for rank in range(world)]
         alike = all((shard["shape"], shard["dtype"]) == ([numel // world], shards[0]["dtype"]) for shard in shards)
         _require(alike and shards[0]["dtype"] in _ITEM_BYTES, f"unit {name!r}: its shards are not {world} times {numel // world} elements")
-        end = 0
         for start, count, param in sorted((param["offset"], _held(param), param["name"]) for param in unit["params"]):
             aligned = -(-end // ALIGNMENT) * ALIGNMENT
             _require(start == aligned, f"unit {name!r}: the parameter {param} is at element {start!r:.80}, its place is {aligned}")
