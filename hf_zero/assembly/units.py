@@ -330,7 +330,8 @@ def _refuse_shared_memory(module: nn.Module, members: Iterable[NamedParam]) -> N
         if start < furthest and (name in trained or before in trained):
             raise StateError(
                 f"{before} and {name} share memory but are two tensors: PyTorch would change both in an update of one, and the engine has "
-                "copies that drift apart. To tie them assign the parameter itself (head.weight = embed.weight), otherwise clone one of them"
+                "copies that drift apart. To tie them assign the parameter itself (head.weight = embed.weight), or clone one of them. "
+                "If an adapter's option ties them (ensure_weight_tying), turn it off, or give an adapter to one of the two layers only"
             )
         if stop > furthest:
             furthest, before = stop, name

@@ -73,6 +73,26 @@ def _against_plain(kind: str, checkpointing: bool, stages: tuple[int, ...]) -> N
         check_training(lambda: adapted(CASES["llama"].build(), kind, checkpointing), feed, forward, run, label=kind)
 
 
+def _adapters_tied() -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import hf_zero
+    from hf_zero.errors import StateError
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 24}
+    base = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True))
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=["embed_tokens", "lm_head"], ensure_weight_tying=True))
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}
+    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
+    with pytest.raises(StateError, match=r"share memory but are two tensors.*option ties them \(ensure_weight_tying\), turn it off"):
+        hf_zero.initialize(model=model, optimizer=optimizer, config=config)
+
+
+def test_adapters_that_their_library_ties_by_views_are_an_error_that_names_the_option() -> None:
+    ranks.run_ranks(_adapters_tied, 1)
+
+
 def test_a_prompt_is_saved_by_one_rank_alone() -> None:
     """PEFT calls the prompt's embedding on the rank that saves; it must be there, however large it is."""
     ranks.run_ranks(_prompt_on_one_rank, 2)
