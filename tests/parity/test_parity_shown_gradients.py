@@ -195,6 +195,26 @@ def _are_served() -> None:
         _is_served(stage, persist)
 
 
+def _is_replaced_in_16_bit() -> None:
+    """Assign a function of the shown gradient, which is wider than its parameter, at each stage."""
+    found = []
+    for stage, persist in ((0, 0), (1, 0), (3, 0), (3, 10**5)):
+        zero = {"stage": stage, "stage3_param_persistence_threshold": persist}
+        engine = _engine(bf16={"enabled": True}, zero_optimization=zero, hf_zero={"show_gradients": True})
+        for step in range(2):
+            engine.backward(_loss(engine, step, ranks.rank()))
+            for param in engine.parameters():
+                if param.grad is not None:
+                    param.grad = param.grad - param.grad.mean()
+            engine.step()
+        found.append([hf_zero.utils.safe_get_full_fp32_param(param) for param in engine.parameters()])
+        if hasattr(torch.Tensor, "grad_dtype"):
+            assert {param.grad_dtype for param in engine.parameters()} == {torch.bfloat16}
+        engine.destroy()
+    for weights in found[1:]:
+        torch.testing.assert_close(weights, found[0], rtol=1e-5, atol=1e-6)
+
+
 def _is_never_added_to() -> None:
     engine = _engine()
     for _ in range(2):  # a forward that may train hides what the last backward has left
@@ -220,6 +240,10 @@ def test_there_is_none_where_gradients_are_sharded() -> None:
 
 def test_it_is_served_where_gradients_are_sharded() -> None:
     ranks.run_ranks(_are_served, 2)
+
+
+def test_it_can_be_replaced_in_16_bit() -> None:
+    ranks.run_ranks(_is_replaced_in_16_bit, 2)
 
 
 def test_no_backward_adds_to_it() -> None:

@@ -20,6 +20,7 @@ from hf_zero.core.units.whole_buffer import other_uses
 from hf_zero.errors import StateError
 from hf_zero.observe import warn_once
 
+_HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")  # torch 2.10: a gradient may have another dtype than its parameter
 _OURS = 2  # references to a tensor that the script holds no more: from its record, and from the question
 
 
@@ -63,6 +64,7 @@ class ReadGradients:
         self._open = self._complete = False
         self._served: dict[tuple[int, int], _Served] = {}  # by id of the unit and position
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # gradients of the last step, by id of the unit, and factors
+        self._wide: list[nn.Parameter] = []  # parameters with an assigned gradient of another dtype
         self._warned = set[bool]()  # whether the gradients were complete when a warning was given
 
     @property
@@ -113,6 +115,7 @@ class ReadGradients:
         self._kept.clear()
         for entry in self._gradients:
             unmark_waiting(entry.unit.params)
+        self._wide = [param for param in self._wide if not _narrow(param)]
 
     # -- after a step ----------------------------------------------------------------------------------------------------
 
@@ -221,6 +224,10 @@ class ReadGradients:
             return False  # a gradient that the script has assigned before goes too
         if self.meet is None or not (unit.reshards or self.joins(unit.params[index])):
             self.forget(unit, index)  # whole parameters: torch has it, and the step averages it over ranks
+            param = unit.params[index]
+            if _HAS_GRAD_DTYPE and param is not None and value.dtype != param.dtype:  # a read gives the dtype of the sum over ranks
+                param.grad_dtype = None
+                self._wide.append(param)
             return False
         shape = _shape(unit, index)
         if value.shape != shape:
@@ -272,6 +279,14 @@ class ReadGradients:
         return next((entry for entry in self._gradients if entry.unit is unit), None) if self._open else None
 
 
+def _narrow(param: nn.Parameter) -> bool:
+    """Let autograd cast gradients of ``param`` to its dtype again, unless it has a gradient; return whether it does. Local."""
+    if _of(param) is not None:
+        return False
+    param.grad_dtype = param.dtype
+    return True
+
+
 def _whole(unit: Unit, index: int, flat: torch.Tensor) -> torch.Tensor:
     """Return the gradient of the whole parameter ``index``, a new tensor; ``flat``, (shard_numel,), has this rank's part. Collective."""
     own, param = whole_from_owners(unit, index, flat, f"{unit.name}: gradient").view(unit.layout.slots[index].shape), unit.params[index]
@@ -295,9 +310,6 @@ def _unserved(name: str, complete: bool) -> str:
         'nothing. Set "hf_zero": {"show_gradients": true} in the configuration to read and change it as without ZeRO, on every rank '
         "alike; or use hf_zero.utils.safe_get_full_grad and safe_set_full_grad on all ranks"
     )
-
-
-_HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")  # torch 2.10: a gradient may have another dtype than its parameter
 
 
 def _of(param: torch.Tensor) -> torch.Tensor | None:
@@ -356,8 +368,8 @@ class ShownGradients:
         for (param, view), grad in zip(held, gradients_of(param for param, _ in held), strict=True):
             if grad is view:
                 set_gradient(param, None)
-            if _HAS_GRAD_DTYPE and (grad is None or grad is view) and param.grad_dtype is None:
-                param.grad_dtype = param.dtype  # autograd casts to this dtype again
+            if _HAS_GRAD_DTYPE and param.grad_dtype is None:
+                _narrow(param)
         self._views.clear()
 
     def has(self, param: torch.Tensor) -> bool:
