@@ -15,7 +15,7 @@ from hf_zero.core.units.registration import register
 from hf_zero.core.units.shard import ON_DEVICE
 from hf_zero.core.units.unit import Unit, UnitSpec, find_unit, full_shape
 from hf_zero.core.units.whole_buffer import view_of
-from hf_zero.errors import ConfigError, StateError
+from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from hf_zero.memory import host_memory
 from hf_zero.observe import warn_once
 
@@ -205,9 +205,13 @@ def build_blocks(
 
     Returns:
         The root first (even when empty), then the other blocks in the model's order; blocks without parameters are left out.
+
+    Raises:
+        UnsupportedError: A module replaces its parameters when the model is asked for its modules.
     """
     blocks = find_blocks(model, leaves)
     holders = lowest_modules(model)
+    _refuse_replaced(members, holders)
     root = BlockSpec("root." if "root" in model._modules else "root", model)  # no module's name ends with a dot
     specs = {name: BlockSpec(name, module) for name, module in blocks.items()}
     sizes: dict[str, int] = {}
@@ -226,6 +230,17 @@ def build_blocks(
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     used = sorted((spec for spec in specs.values() if spec.members), key=lambda spec: order[spec.name])
     return [root, *used]
+
+
+def _refuse_replaced(members: Sequence[NamedParam], holders: Container[int]) -> None:
+    replaced = [member.name for member in members if id(member.param) not in holders]
+    if replaced:
+        module = replaced[0].rpartition(".")[0]
+        raise UnsupportedError(
+            f"module {module} replaces its parameters by new ones each time the model is asked for its modules or runs ({len(replaced)} "
+            f"parameters: {', '.join(replaced[:4])}), so they cannot be divided over the ranks (ZeRO stage 3). LoRA over "
+            "torch.nn.MultiheadAttention does so: leave it out of target_modules, or use stage 0, 1 or 2"
+        )
 
 
 def lowest_modules(model: nn.Module) -> dict[int, str]:
