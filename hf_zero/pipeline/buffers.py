@@ -9,6 +9,7 @@ from torch import nn
 
 from hf_zero.pipeline.apply import DividesItself, pipeline_of
 from hf_zero.pipeline.forward import pipelined
+from hf_zero.pipeline.trial import persistent_names
 
 
 def share_buffers(model: nn.Module, averages: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -34,5 +35,5 @@ def share_buffers(model: nn.Module, averages: Mapping[str, torch.Tensor] | None 
 
 
 def _persistent(model: nn.Module) -> dict[str, torch.Tensor]:
-    left = {f"{path}.{name}".lstrip(".") for path, module in model.named_modules() for name in module._non_persistent_buffers_set}
-    return {name: buffer for name, buffer in model.named_buffers() if name not in left}
+    kept = {f"{path}.{name}".lstrip(".") for path, module in model.named_modules() for name in persistent_names(module)}
+    return {name: buffer for name, buffer in model.named_buffers() if name in kept}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,19 +19,26 @@ from hf_zero.core.units.divided import has_hooks_of_scripts
 from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.observe import log_rank0, warn_once
 from hf_zero.pipeline import micro_batches
-from hf_zero.pipeline.micro_batches import IGNORED
 from hf_zero.pipeline.model_stages import Border, ModelStage
 from hf_zero.pipeline.own_stages import OwnStages, give_back
 from hf_zero.pipeline.passes import Attached, BorderTypes, Passes
 from hf_zero.pipeline.pending import PendingTensor, ResultShapes
 from hf_zero.pipeline.plan import PipelinePlan
 from hf_zero.pipeline.schedules import Scheduler
+from hf_zero.pipeline.trial import (
+    Trial,
+    closeness_for,
+    persistent_names,
+    unchanged,
+    uses_other_samples,
+    way_that_agrees,
+    with_uneven_labels,
+)
 from hf_zero.system.trees import map_tensors, tensors_in
 from hf_zero.tensor_parallel import same_data
 
 _NOT_KEPT = ("output_hidden_states", "output_attentions")
 _COUNT = "num_items_in_batch"  # its value differs in every batch but changes no operation
-_CLOSE = 1e-3  # relative rounding error that the loss of parts may have
 
 
 @dataclass(frozen=True)
@@ -246,18 +253,18 @@ class PipelinedForward:
         return new if self._beside is None else self._beside.any_rank(new, "a new kind of batch")
 
     def _find_weights(self, plan: PipelinePlan, given: Mapping[str, Any], count: int, types: BorderTypes) -> str | None:
-        """Return how the losses of parts add up, tried with this batch and without dropout; None where no way is right.
-
-        [Note: losses of parts] Some losses are means over tokens, others over samples, and some (a mixture's load balance) are no mean at
-        all. So the first batch runs whole and in parts, with some labels of the first part masked, and the way whose result agrees is
-        taken. Where none agrees, batches run whole: the result is exact, and stages do not overlap.
+        """Return how the losses of parts add up, tried with this batch and without dropout; None where no way is right, see
+        [Note: losses of parts].
         """
-        given = _with_uneven_labels(given, count)
-        with trying(self._own.model):
-            whole, parts = ([self._once(plan, part, types) for part in micro_batches.split(given, pieces)] for pieces in (1, count))
         found = None
-        if self._last and all(micro_batches.mergeable(part, micro_batches.rows_of(given) // count) for part in parts):
-            found = self._agreeing(whole[0], parts, micro_batches.split(given, count), micro_batches.possible_weights(given))
+        if not self._changes_state(plan, given, types):
+            with trying(self._own.model):
+                given, whole = self._whole_trial(plan, given, count, types)
+                parts = [self._trial(plan, part, types) for part in micro_batches.split(given, count)]
+            if self._last and all(micro_batches.mergeable(part.result, micro_batches.rows_of(given) // count) for part in parts):
+                ways, close = micro_batches.possible_weights(given), closeness_for(self._own.model, types.sent)
+                with torch.no_grad():
+                    found = way_that_agrees(whole, parts, micro_batches.split(given, count), ways, close)
         found = self._pipe.broadcast_object(found, self._source, "how losses of parts add up")
         if self._beside is not None and self._beside.any_rank(found is None, "how losses of parts add up"):
             found = None  # ranks side by side run the same number of parts
@@ -270,20 +277,43 @@ class PipelinedForward:
             )
         return found
 
-    def _once(self, plan: PipelinePlan, part: Mapping[str, Any], types: BorderTypes) -> Any:
-        return Passes(self._own, plan, self._link, self.begin_backward, types).forward(self._original, [part])[0]
+    def _changes_state(self, plan: PipelinePlan, given: Mapping[str, Any], types: BorderTypes) -> bool:
+        """Return whether forwards of training compute with other samples' statistics, or change buffers (averages, spectral norms), so that
+        a part would change them as a batch; the same answer on every rank.
+        """
+        model = self._own.model
+        if uses_other_samples(model):
+            return True
+        if not model.training or not any(map(persistent_names, model.modules())):
+            return False
+        with unchanged(model) as changed, torch.no_grad(), as_written(model):
+            self._once(plan, given, types)
+        return self._agreed_on(bool(changed), "buffers that a forward changes")
 
-    @staticmethod
-    def _agreeing(whole: Any, results: Sequence[Any], parts: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> str | None:
-        expected = micro_batches.loss_of(whole)
-        if expected is None:
-            return "samples"
-        errors: dict[str, float] = {}
-        for how in ways:  # losses of an untrained model are alike, so several may agree: take the nearest
-            loss = micro_batches.loss_of(micro_batches.merge(results, micro_batches.weights_of(parts, how)))
-            if loss is not None and bool((loss - expected).abs() <= _CLOSE * expected.abs()):
-                errors[how] = float((loss - expected).abs())
-        return min(errors, key=errors.__getitem__, default=None)
+    def _agreed_on(self, flag: bool, what: str) -> bool:
+        """Return whether ``flag`` is True on any rank that must run the same number of parts; collective over these ranks."""
+        found = self._pipe.any_rank(flag, what)
+        return found if self._beside is None else self._beside.any_rank(found, what)
+
+    def _whole_trial(self, plan: PipelinePlan, given: Mapping[str, Any], count: int, types: BorderTypes) -> tuple[Mapping[str, Any], Trial]:
+        """Return the arguments of the trial, and the trial of the whole batch with them.
+
+        A model that does not know the labels of the trial raises an error on the last stage alone; all ranks then take the labels as given.
+        """
+        changed, tried = with_uneven_labels(self._own.model, given, count), None
+        if changed is not given:
+            with suppress(Exception):
+                tried = self._trial(plan, changed, types)
+            if self._agreed_on(tried is None, "labels of the trial"):
+                changed, tried = given, None
+        return changed, tried if tried is not None else self._trial(plan, changed, types)
+
+    def _trial(self, plan: PipelinePlan, part: Mapping[str, Any], types: BorderTypes) -> Trial:
+        probes = None if torch.is_inference_mode_enabled() else list[torch.Tensor]()
+        return Trial.of(self._once(plan, part, types, probes), probes or ())
+
+    def _once(self, plan: PipelinePlan, part: Mapping[str, Any], types: BorderTypes, probes: list[torch.Tensor] | None = None) -> Any:
+        return Passes(self._own, plan, self._link, self.begin_backward, types).forward(self._original, [part], probes)[0]
 
     # -- results on every stage -----------------------------------------------------------------------------------------
 
@@ -359,21 +389,6 @@ def trying(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:  # a script may have put some modules into evaluation mode
             module.training = True
-
-
-def _with_uneven_labels(given: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Return the arguments, with half of the first part's labels masked where labels are tokens, so that the parts' weights differ."""
-    labels = given.get("labels")
-    if (
-        not isinstance(labels, torch.Tensor)
-        or labels.is_floating_point()
-        or labels.dim() < 2
-        or given.get("num_items_in_batch") is not None
-    ):
-        return dict(given)
-    labels = labels.clone()
-    labels[: labels.shape[0] // count, labels.shape[1] // 2 :] = IGNORED
-    return {**given, "labels": labels}
 
 
 def pipelined(model: nn.Module) -> PipelinedForward | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -105,7 +105,15 @@ class OwnStages:
                 module.register_forward_pre_hook(refuse, prepend=True)
         self._originals.clear()
 
-    def run(self, plan: PipelinePlan, index: int, receive: Receive, forward: Callable[..., Any], kwargs: Mapping[str, Any]) -> Run:
+    def run(
+        self,
+        plan: PipelinePlan,
+        index: int,
+        receive: Receive,
+        forward: Callable[..., Any],
+        kwargs: Mapping[str, Any],
+        probes: list[torch.Tensor] | None = None,
+    ) -> Run:
         """Run one forward of one stage.
 
         Args:
@@ -114,6 +122,7 @@ class OwnStages:
             receive: Function that returns the tensors of the border before this stage, in order.
             forward: The model's own forward.
             kwargs: Arguments of the whole model.
+            probes: List for the results of the stage's items: the glue between them then makes graphs, which begin at these results.
 
         Raises:
             UnsupportedError: The model calls its modules in another order than ``plan`` has.
@@ -121,9 +130,9 @@ class OwnStages:
         if self._run is not None:
             raise StateError("pipeline: a forward of the model inside a forward of the model")
         self._recompute_own_alone(plan)
-        self._run = run = Run(self, plan, index, receive)
+        self._run = run = Run(self, plan, index, receive, probes=probes)
         try:
-            with suppress(_StageIsOver):
+            with suppress(_StageIsOver), nullcontext() if probes is None else torch.enable_grad():
                 run.result = forward(**kwargs)
         finally:
             self._run = None
@@ -158,7 +167,16 @@ class Run:
         nodes: Nodes of the graph at the results of this stage's items; a tensor kept from an item leads to one of them.
     """
 
-    def __init__(self, own: OwnStages, plan: PipelinePlan, index: int, receive: Receive, only_before: bool = False) -> None:
+    def __init__(
+        self,
+        own: OwnStages,
+        plan: PipelinePlan,
+        index: int,
+        receive: Receive,
+        only_before: bool = False,
+        probes: list[torch.Tensor] | None = None,
+    ) -> None:
+        self._probes = probes
         self.received: list[torch.Tensor] = []
         self.result: Any = None
         self.nodes: list[Any] = []
@@ -220,9 +238,20 @@ class Run:
     def _run(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self._inside = True
         try:
-            return original(*args, **kwargs)
+            if self._probes is None:
+                return original(*args, **kwargs)
+            with torch.no_grad():
+                result = original(*args, **kwargs)
+            return map_tensors(result, self._probed)
         finally:
             self._inside = False
+
+    def _probed(self, tensor: torch.Tensor) -> torch.Tensor:
+        assert self._probes is not None
+        if not tensor.is_floating_point():
+            return tensor
+        self._probes.append(tensor.detach().requires_grad_())
+        return self._probes[-1].clone()  # glue may change it in place
 
     @staticmethod
     def _copied(result: Any, leaves: set[int]) -> Any:

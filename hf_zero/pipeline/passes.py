@@ -107,12 +107,21 @@ class Passes:
 
     # -- forward ------------------------------------------------------------------------------------------------------------
 
-    def forward(self, forward: Callable[..., Any], parts: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Run every part; return the result of each part on the rank of the last stage, None for each part elsewhere."""
+    def forward(
+        self, forward: Callable[..., Any], parts: Sequence[Mapping[str, Any]], probes: list[torch.Tensor] | None = None
+    ) -> list[Any]:
+        """Run every part; return the result of each part on the rank of the last stage, None for each part elsewhere.
+
+        Args:
+            forward: The model's own forward.
+            parts: Arguments of each part.
+            probes: List for the results of the last stage's items, from which the model's result then has a graph.
+        """
         grad, results = torch.is_grad_enabled(), []
         for index in self._indices:
             for place, part in enumerate(parts):
-                run = self._own.run(self._plan, index, partial(self._incoming, (index, place), grad), forward, part)
+                last = probes if index == self._plan.stages - 1 else None
+                run = self._own.run(self._plan, index, partial(self._incoming, (index, place), grad), forward, part, last)
                 self._pass_on((index + 1, place), run.sent)
                 if grad:
                     self._runs[index, place] = run
