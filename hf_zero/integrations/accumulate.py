@@ -19,6 +19,7 @@ runs its own backward, in which each engine that it reaches collects its gradien
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ class Loop:
         steps: Whether the loop has ever called ``optimizer.step()``.
         clips: Whether the loop has ever called ``clip_grad_norm_``.
         clipped: Norm to which the script has clipped the gradients whose update waits; None if it has not.
+        clipped_at: Number of micro-steps that the engine had begun at that time.
         accumulates: ``accelerator.gradient_accumulation_steps`` at the last backward; None before the second one.
         dropped: Number of ``zero_grad()`` that have dropped waiting gradients before the first ``optimizer.step()``.
         begun: Whether a backward has completed an optimizer step.
@@ -61,6 +63,7 @@ class Loop:
     steps: bool = False
     clips: bool = False
     clipped: float | None = None
+    clipped_at: int = 0
     dropped: int = 0
     accumulates: int | None = None
     begun: bool = False
@@ -71,6 +74,15 @@ class Loop:
         if self.at_forward is not None:
             self.at_forward.remove()
             self.at_forward = None
+
+    def clipped_to(self, engine: Engine) -> float:
+        """Return the norm to which the script has clipped the gradients whose update waits; infinity if it has not."""
+        return self.clipped if self.clipped is not None and self.clipped_at == engine.runtime.micro_steps else math.inf
+
+    def clip(self, engine: Engine, max_norm: float) -> None:
+        """Let the engine clip the waiting update at ``max_norm``, or at the smaller number of an earlier call; infinity does not clip."""
+        self.clipped, self.clipped_at = min(max_norm, self.clipped_to(engine)), engine.runtime.micro_steps
+        set_gradient_clipping(engine, 0.0 if math.isinf(self.clipped) else self.clipped)
 
     def end_clipping(self, engine: Engine) -> None:
         """Clip no more, once the update that the script has clipped is made or dropped: its next ``clip_grad_norm_`` clips the next one."""
@@ -367,9 +379,15 @@ def _engine_of_optimizer(wrapper: Any) -> Engine | None:
 
 
 def update_waits(engine: Engine) -> bool:
-    """Return whether an update of ``engine`` waits for ``optimizer.step()``; collective if the script's own backwards come before it."""
-    loop = LOOPS.get(engine.optimizer) if engine.optimizer is not None else None
-    return (loop is not None and loop.waiting > 0) or (_gradient_state().sync_gradients and _complete(engine))
+    """Return whether an update of ``engine`` waits for ``optimizer.step()``; collective if the script's own backwards come before it.
+
+    ``engine.backward`` does not know the last one of an update. Until a loop is known to call ``optimizer.step()``, they are counted.
+    """
+    loop, count = LOOPS.get(engine.optimizer) if engine.optimizer is not None else None, engine.accumulation
+    if loop is not None and loop.waiting:
+        return True
+    complete = (loop is not None and loop.steps) or count.of_step >= count.steps
+    return bool(_gradient_state().sync_gradients and (count.awaits_update or (complete and _complete(engine))))
 
 
 def _complete(engine: Engine) -> bool:

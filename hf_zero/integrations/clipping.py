@@ -50,7 +50,7 @@ def clip_grad_norm_(method: Callable[..., Any], accelerator: Any, parameters: An
     if not isinstance(engine, Engine) or not isinstance(engine.optimizer, ShardedOptimizer):
         return method(accelerator, params, max_norm, norm_type)
     loop = begun(engine) if update_waits(engine) else LOOPS.get(engine.optimizer)
-    earlier = math.inf if loop is None or loop.clipped is None else loop.clipped
+    earlier = math.inf if loop is None else loop.clipped_to(engine)
     if _check(engine, accelerator.deepspeed_plugin, params, float(max_norm), norm_type) is None:
         _set(engine, loop, float(max_norm))
     if loop is not None:
@@ -167,7 +167,7 @@ def _set(engine: Engine, loop: Loop | None, max_norm: float) -> None:
         StateError: An update was already made with another norm, and ``max_norm`` would have changed it.
     """
     if loop is not None and update_waits(engine):
-        _clip_waiting(engine, loop, max_norm)
+        loop.clip(engine, max_norm)
         return
     if loop is not None:
         if loop.steps:  # in the middle of an accumulation
@@ -215,18 +215,12 @@ def _clip_jointly(accelerator: Any, engines: Sequence[Engine], params: Sequence[
     for engine in engines:
         if (norm := _norm_of_waiting(engine)) is not None:
             loop = begun(engine)
-            norms.append((engine, loop, norm if loop.clipped is None else min(norm, loop.clipped)))
+            norms.append((engine, loop, min(norm, loop.clipped_to(engine))))
     total = math.hypot(*(norm for _, _, norm in norms))
     factor = max_norm / (total + EPSILON)
     for engine, loop, norm in norms:
         loop.clips = True
         if not written:
-            _clip_waiting(engine, loop, factor * (norm + EPSILON) if 0 < factor < 1 else math.inf)
+            loop.clip(engine, factor * (norm + EPSILON) if 0 < factor < 1 else math.inf)
         engine.stepper.note_clipping(engine.progress.last_norm)  # type: ignore[union-attr, arg-type]  # it has been measured
     return total
-
-
-def _clip_waiting(engine: Engine, loop: Loop, max_norm: float) -> None:
-    """Let the engine clip the waiting update at ``max_norm``, or at the smaller number of an earlier call; infinity does not clip."""
-    loop.clipped = min(max_norm, math.inf if loop.clipped is None else loop.clipped)
-    set_gradient_clipping(engine, 0.0 if math.isinf(loop.clipped) else loop.clipped)

@@ -124,13 +124,22 @@ def test_saving_after_an_evaluation(gathers: bool, trainer_models: Path, tmp_pat
 
 def _arguments_count(models: Path, folder: Path) -> None:
     """A configuration that says nothing of clipping and accumulation gets the training arguments'; the defaults would be 1.0 and 1."""
+    from transformers import TrainerCallback
+
+    class Reads(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            engine = trainer.model_wrapped  # a norm counts from clip_grad_norm_ to the step
+            norms.append((engine.gradient_clipping(), engine.stepper.settings.max_norm))
+
     for max_grad_norm, steps in ((0.3, 2), (0.0, 1)):
         config = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}
         with trainers.clean_state():
             trainer = _trainer(models, folder, config, max_steps=2, max_grad_norm=max_grad_norm, gradient_accumulation_steps=steps)
+            norms: list[tuple[float, float]] = []
+            trainer.add_callback(Reads())
             trainer.train()
             engine = trainer.model_wrapped
-            assert engine.gradient_clipping() == max_grad_norm and engine.stepper.settings.max_norm == max_grad_norm
+            assert norms == [(max_grad_norm, max_grad_norm)] * 2
             assert engine.gradient_accumulation_steps() == steps and engine.global_steps == 2
 
 
