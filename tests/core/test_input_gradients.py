@@ -167,6 +167,10 @@ def _penalty(stage: int, transform: bool, gather: bool) -> None:
     plain = copy.deepcopy(model).to(ranks.device())
     engine = initialize(model, Run(stage))
     x = torch.randn(8, device=ranks.device())
+    if transform:
+        with torch.no_grad():  # no backward can follow
+            func.grad(lambda row: engine(row))(x)
+        assert stage < 3 or not any(param.numel() for param in engine.module.parameters())
 
     def penalty(model: Model) -> Tensor:
         if transform:
@@ -188,7 +192,11 @@ def _penalty(stage: int, transform: bool, gather: bool) -> None:
 
 
 @pytest.mark.fast_rows("3-autograd", "2-gathered", "3-torch.func")
-@pytest.mark.parametrize(("transform", "gather"), [(False, False), (False, True), (True, True)], ids=["autograd", "gathered", "torch.func"])
+@pytest.mark.parametrize(
+    ("transform", "gather"),
+    [(False, False), (False, True), (True, False), (True, True)],
+    ids=["autograd", "gathered", "torch.func", "torch.func gathered"],
+)
 @pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
 def test_gradient_penalties(stage: int, transform: bool, gather: bool) -> None:
     ranks.run_ranks(_penalty, 2, stage, transform, gather)

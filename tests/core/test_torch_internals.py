@@ -22,6 +22,7 @@ from hf_zero.core.schedule.torch_internals import (
     compiled_call,
     give_number,
     in_backward,
+    keeps_graph,
     leave_out_of_graphs,
     next_node,
     number_of,
@@ -50,6 +51,21 @@ def test_a_transform_is_noticed_and_left() -> None:
     torch.func.grad(function)(torch.ones(3))
     assert seen == [True, True, False]
     assert not transforming()
+
+
+def test_a_transform_keeps_its_graph_where_gradients_are_on_around_it() -> None:
+    seen: list[bool] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        seen.append(keeps_graph())
+        return x.sin().sum()
+
+    for mode in (True, False):
+        with torch.set_grad_enabled(mode):
+            torch.func.grad(function)(torch.ones(3))
+            torch.func.vmap(torch.func.hessian(function))(torch.ones(2, 3))
+            assert set(seen) == {mode} == {keeps_graph()}
+        seen.clear()
 
 
 def test_modes_that_record_for_checkpointing_are_left_and_others_are_not() -> None:

@@ -13,7 +13,7 @@ from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.schedule import UnshardSchedule
-from hf_zero.core.schedule.torch_internals import call_after_backward, outside_compile, outside_transforms, reaches, transforming
+from hf_zero.core.schedule.torch_internals import call_after_backward, keeps_graph, outside_compile, outside_transforms, reaches
 from hf_zero.core.schedule.watched_outputs import WatchedForward, WatchedOutputs, tensors_in
 from hf_zero.core.units.divided import PartsInLoss
 from hf_zero.core.units.sharded_parameter import gradients_of, set_gradient
@@ -241,7 +241,7 @@ class BackwardPhase:
         if reaches(param for entry in trained for param in entry.unit.params if param is not None):
             self._begin_collecting()
         self._begin()
-        self._differentiable = torch.is_grad_enabled() and not transforming()  # transforms always build one
+        self._differentiable = keeps_graph()
         call_after_backward(self.end)
 
     def _begin_collecting(self) -> None:
@@ -392,10 +392,11 @@ def _hold(phase: BackwardPhase) -> None:
     [Note: derivatives of derivatives] A backward with ``create_graph`` (a gradient penalty, a product with the Hessian) builds a graph
     that no hook watches, and whose backward reads parameters of any block. So all blocks stay unsharded from the end of this backward
     to the end of the next one without ``create_graph``, or to the next update. The memory of the buffers that the graph has saved is
-    filled again with the same values.
+    filled again with the same values. Transforms of torch.func build such graphs wherever gradients are on around them.
     """
     units = [unit for block in phase._blocks for unit in block.units if unit.reshards] if phase.schedule is not None else []
-    phase._held = [(unit, unit.pin()) for unit in units]
+    with outside_transforms():
+        phase._held = [(unit, unit.pin()) for unit in units]
 
 
 def release_held(phase: BackwardPhase) -> None:

@@ -32,6 +32,17 @@ def transforming() -> bool:
     return _innermost_transform() is not None
 
 
+def keeps_graph() -> bool:
+    """Return whether a graph around the running backward may be differentiated later: by ``create_graph``, or outside of all transforms.
+
+    Transforms always build graphs of their backwards. Code outside of them differentiates these where it records gradients itself.
+    """
+    for interpreter in torch._C._functorch.get_interpreter_stack() or ():
+        if interpreter.key() == torch._C._functorch.TransformType.Grad:
+            return bool(torch._C._functorch.CGradInterpreterPtr(interpreter).prevGradMode())
+    return torch.is_grad_enabled()
+
+
 def outside_transforms() -> AbstractContextManager[None]:
     """Return a context in which new tensors are plain ones: inside a transform every new tensor is a wrapper without memory of its own."""
     return torch._C._DisableFuncTorch() if transforming() else nullcontext()
