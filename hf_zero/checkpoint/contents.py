@@ -139,12 +139,14 @@ def _add_loose(
     """Divide the tensors outside of units among the ranks that hold them, and add this rank's share to ``files``.
 
     Returns:
-        Records of the parameters, and the file of each buffer, that this rank writes.
+        Records of the parameters and divided buffers, and the file of each whole buffer, that this rank writes.
     """
     named = list(params)
     experts = [(name, param) for name, param in named if is_expert(param)]
     others = [(name, param) for name, param in named if not is_expert(param)]
-    records, buffers = _share_out(files, state, others, state.holders, dict(state.buffers()))
+    whole_buffers = state.buffers()
+    others += [(name, whole_buffers.pop(name)) for name in list(whole_buffers) if name in state.tensor.tp_shards]  # each rank has a part
+    records, buffers = _share_out(files, state, others, state.holders, whole_buffers)
     own, _ = _share_out(files, state, experts, state.holders_of_experts, {})
     return (*records, *own), buffers
 

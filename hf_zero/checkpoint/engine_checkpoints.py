@@ -37,6 +37,7 @@ from hf_zero.pipeline.buffers import share_buffers
 from hf_zero.system import signals
 from hf_zero.system.object_store import ObjectPath, is_url, place_of, raw
 from hf_zero.system.process import leads_node
+from hf_zero.tensor_parallel.apply import mark_buffers
 from hf_zero.tensor_parallel.same_data import SameData
 
 T = TypeVar("T")
@@ -440,13 +441,14 @@ def _share_buffers(state: TrainingState) -> None:
 
 
 def _tensor_axis(engine: Engine) -> TensorAxis:
-    """Return the parts this rank holds of the parameters that the model axis divides, and of experts."""
+    """Return the parts this rank holds of the parameters and buffers that the model axis divides, and of experts."""
     model = engine.collectives.topology.model
     if model is None and engine.collectives.topology.expert is None:
         return TensorAxis()
+    parts = {name: tp_shard_of(param) for name, param in named_params(engine.module)}
+    parts |= mark_buffers(engine.module, engine.collectives.topology)
     shards = {}
-    for name, param in named_params(engine.module):
-        part = tp_shard_of(param)
+    for name, part in parts.items():
         if part is not None:
             shards[name] = SavedTpShard(tuple(part.full_shape), part.dim, tuple((piece.start, piece.stop) for piece in part.ranges))
     return TensorAxis(model.rank, model.world, shards) if model is not None else TensorAxis(tp_shards=shards)

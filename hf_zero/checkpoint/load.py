@@ -318,14 +318,21 @@ class _Plan:
 
     def _plan_buffers(self) -> None:
         for name, buffer in self.state.buffers().items():
-            if name in self._saved_buffers:
-                file, saved = self._saved_buffers[name]
-                shape = self.reader.record(file, saved).shape
-                if shape != tuple(buffer.shape):
-                    if self._loads_itself(name):
-                        continue
-                    raise CheckpointError(f"buffer {name} has shape {tuple(buffer.shape)} in this model and {shape} in the checkpoint")
-                self._copies.append(Copy(file, saved, 0, self._flat(buffer.data)))
+            wanted, found = self.state.tensor.tp_shard_of(name, buffer.shape), self.catalog.find(self._name(name))
+            if found is None and name not in self._saved_buffers:
+                continue
+            file, saved = self._saved_buffers.get(name, ("", name))
+            shape = found.shape if found is not None else self.reader.record(file, saved).shape
+            if shape != wanted.shape:
+                if self._loads_itself(name):
+                    continue
+                raise CheckpointError(f"buffer {name} has shape {wanted.shape} in this model and {shape} in the checkpoint")
+            target = self._flat(buffer.data)
+            if found is not None:  # saved in parts
+                self._copies += self.catalog.copies(found, None, wanted, 0, target)
+                continue
+            runs = wanted.runs(0, target.numel())
+            self._copies += [Copy(file, saved, run.whole, target[run.local : run.local + run.numel]) for run in runs]
 
     def _loads_itself(self, name: str) -> bool:
         """Return whether a module that loads in its own way receives the buffer or entry ``name``."""

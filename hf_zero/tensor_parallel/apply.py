@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.comm.topology import Topology
 from hf_zero.core.schedule.torch_internals import give_number
 from hf_zero.core.units.divided import mark_partial
 from hf_zero.core.units.layout import Range
@@ -209,6 +210,28 @@ def apply_plan(model: nn.Module, plan: TpPlan, group: ModelGroup) -> nn.Module:
     setattr(model, _PLAN, plan)
     setattr(model, _RANKS, group.global_ranks)
     return model
+
+
+def mark_buffers(model: nn.Module, topology: Topology) -> dict[str, TpShard]:
+    """Mark the buffers of ``model`` of which this rank holds a part, and return the parts by the buffers' names; local.
+
+    They are marked whenever a caller needs it, because a forward, or ``model.to``, replaces a buffer by another tensor.
+
+    Args:
+        model: A model that may be split, or contain a split one.
+        topology: The engine's axes.
+    """
+    found: dict[str, TpShard] = {}
+    axis = topology.layers.model
+    if axis is None:
+        return found
+    for path, module in model.named_modules():
+        plan = plan_of(module)
+        for name, entry in plan.buffers.items() if plan is not None else ():
+            part, buffer = tp_shard(entry, axis.rank), module.get_buffer(name)
+            mark_tp_shard(buffer, part)
+            found[f"{path}.{name}" if path else name] = part
+    return found
 
 
 def _check_fits(plan: TpPlan, params: dict[str, nn.Parameter], modules: dict[str, nn.Module]) -> None:

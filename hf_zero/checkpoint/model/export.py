@@ -30,6 +30,7 @@ from hf_zero.pipeline.buffers import share_buffers
 from hf_zero.system import own_files
 from hf_zero.system.folder import Folder
 from hf_zero.system.sizes import bytes_of, gib
+from hf_zero.tensor_parallel.apply import mark_buffers
 
 SPILL_VARIABLE = "HF_ZERO_SPILL_DIR"
 
@@ -126,6 +127,7 @@ def consolidated_state_dict(
     Raises:
         CheckpointError: The disk is too full for the dict; raised on every rank.
     """
+    mark_buffers(module, collectives.topology)  # they are joined like parameters
     entries = _entries(module, exclude_frozen_parameters, kept)
     values = list({id(value): value for value in entries.values()}.values())
     collectives, model = collectives.data, model_axis_of(collectives)
@@ -302,6 +304,7 @@ def write_model_files(
     if name != filename:
         warn_once(f"save_16bit_model: the weights are written as {name} in safetensors format, not as {filename}, because that is a pickle")
     limit = bytes_of(max_shard_size, "max_shard_size", bare=True)
+    mark_buffers(module, collectives.topology)  # they are joined like parameters
     names: dict[int, str] = {}  # the first name of each tensor
     values: list[torch.Tensor] = []
     for key, value in _entries(module, exclude_frozen_parameters).items():
