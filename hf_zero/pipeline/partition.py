@@ -120,8 +120,8 @@ def replan(skeleton: nn.Module, plan: PipelinePlan, inputs: Mapping[str, Any]) -
         if stage not in plan.holders.get(name, ()):
             held = ", ".join(map(str, plan.holders.get(name, ()))) or "no stage"
             raise UnsupportedError(
-                f"this call of {flow.model} ({', '.join(inputs)}) needs {name} on stage {stage} of {plan.stages}, which {held} holds: make "
-                "the plan with such a call (inputs=)"
+                f"this call of {flow.model} ({', '.join(inputs)}) needs {name} on stage {stage} of {plan.stages}, which {held} holds. "
+                "Leave out the argument that leads there, or leave pipeline.stages out"
             )
     return replace(found, holders=plan.holders)
 
@@ -181,7 +181,10 @@ def _remedy(copy: nn.Module, inputs: Mapping[str, Any] | None) -> str:
     """Return advice for the message: pass a call, or give arguments without a known value a default."""
     needed = [name for name in required_arguments(copy) if inputs is None and name not in example_inputs(copy)]
     if not needed:
-        return "Make a call that runs it known (inputs=...)"
+        return (
+            f"hf_zero calls it with {', '.join(example_inputs(copy) if inputs is None else inputs)} of two samples. Give forward a branch "
+            "that runs for such a call, write the layers as a PipelineModule, or leave pipeline.stages out"
+        )
     defaults = ", ".join(f"{name}=None" for name in needed)
     return (
         f"{type(copy).__name__}.forward requires {', '.join(needed)}, and hf_zero does not know which values to pass. "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,8 +17,8 @@ from hf_zero.core.units.marks import TpShard, Wholes, mark_tp_shard, mark_whole_
 from hf_zero.core.units.parts import mark_join
 from hf_zero.core.units.registration import unregister
 from hf_zero.core.units.unit import find_unit, full_shape
-from hf_zero.errors import ConfigError
-from hf_zero.system.trees import argument_names, convert_arguments, convert_inside
+from hf_zero.errors import ConfigError, UnsupportedError
+from hf_zero.system.trees import argument_names, convert_arguments, convert_inside, tensors_in
 from hf_zero.tensor_parallel import functions
 from hf_zero.tensor_parallel.functions import ModelGroup, Part
 from hf_zero.tensor_parallel.logits import VocabularyLogits
@@ -207,6 +207,7 @@ def apply_plan(model: nn.Module, plan: TpPlan, group: ModelGroup) -> nn.Module:
         if path in plan.modules and plan.modules[path].split in _BY_THEMSELVES and starred(path) == path:
             own = {name: divided[id(param)] for name, param in modules[path]._parameters.items() if id(param) in divided}
             boundary.read_whole(modules[path], own)
+    _refuse_attentions_of_parts(model, group.world)
     setattr(model, _PLAN, plan)
     setattr(model, _RANKS, group.global_ranks)
     return model
@@ -232,6 +233,36 @@ def mark_buffers(model: nn.Module, topology: Topology) -> dict[str, TpShard]:
             mark_tp_shard(buffer, part)
             found[f"{path}.{name}" if path else name] = part
     return found
+
+
+def _refuse_attentions_of_parts(model: nn.Module, ranks: int) -> None:
+    """Let forwards of ``model`` raise an error where its result has attention probabilities of some heads alone.
+
+    Args:
+        model: A model that ``ranks`` ranks have divided.
+        ranks: Their number.
+    """
+    config: Any = getattr(model, "config", None)
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int) or heads % ranks:
+        return
+
+    def check(_module: nn.Module, _args: Any, kwargs: Any, output: Any) -> None:
+        wanted = kwargs.get("output_attentions") or getattr(config, "output_attentions", False)
+        for tensor in _attentions(output) if wanted else ():
+            if tensor.dim() == 4 and tensor.shape[1] == heads // ranks:
+                raise UnsupportedError(
+                    f"tensor parallelism: output_attentions=True returns the probabilities of {tensor.shape[1]} of {heads} heads on each "
+                    f"of {ranks} ranks. Leave it out, or compute attentions with the whole model (engine.save_16bit_model writes it)"
+                )
+
+    model.register_forward_hook(check, with_kwargs=True)
+
+
+def _attentions(output: Any) -> Iterator[torch.Tensor]:
+    """Yield the attention probabilities in a model's result; all its tensors if it has no names."""
+    named = {key: value for key, value in output.items() if "attentions" in str(key)} if isinstance(output, Mapping) else output
+    yield from (tensor for _, tensor in tensors_in(named))
 
 
 def _check_fits(plan: TpPlan, params: dict[str, nn.Parameter], modules: dict[str, nn.Module]) -> None:

@@ -85,6 +85,11 @@ def example_inputs(model: nn.Module, length: int = 16, values: bool = False) -> 
     elif "pixel_values" in names and getattr(config, "image_size", None):
         size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size,) * 2
         inputs["pixel_values"] = torch.zeros((2, getattr(config, "num_channels", 3), *size), device=device)
+    if not inputs and "pixel_values" in names:
+        raise ConfigError(
+            f"{type(model).__name__}.forward takes pixel_values, and its config has no image_size (found: None), so no call that runs it "
+            "is known. Set config.image_size to the number of pixels of a side, or leave tensor parallelism and pipelines out"
+        )
     if not inputs:
         raise ConfigError(f"{type(model).__name__}.forward takes neither input_ids nor pixel_values, so no call that runs it is known")
     return inputs
