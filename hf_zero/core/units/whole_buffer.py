@@ -365,4 +365,4 @@ def view_of(flat: torch.Tensor, slot: ParamSlot) -> torch.Tensor:
 
 
 def _unknown(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.full((1,), math.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
+    return torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
