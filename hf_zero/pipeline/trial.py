@@ -86,16 +86,15 @@ def way_that_agrees(
     expected = micro_batches.loss_of(whole.result)
     if expected is None:
         return "samples"
-    errors: dict[str, float] = {}
+    errors: dict[str, tuple[float, float]] = {}
     for how in ways:  # several may agree: take the nearest
         weights = micro_batches.weights_of(given, how)
         loss = micro_batches.loss_of(micro_batches.merge([part.result for part in parts], weights))
         if loss is None or not bool((loss - expected).abs() <= close.loss * expected.abs()):
             continue
-        error = float((loss - expected).abs() / expected.abs().clamp(min=1e-30)) / close.loss
-        error = max([error, *_errors(whole, parts, [float(weight) for weight in weights], close)])
+        error = max([0.0, *_errors(whole, parts, [float(weight) for weight in weights], close)])
         if error <= 1:
-            errors[how] = error
+            errors[how] = error, float((loss - expected).abs())
     return min(errors, key=errors.__getitem__, default=None)
 
 
