@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -121,8 +121,12 @@ class BlockSpec:
 
 def enclosing(name: str, among: Container[str]) -> str | None:
     """Return the outermost module name of ``among`` that is ``name`` or contains it; costs one lookup for each part of the name."""
-    paths = itertools.accumulate(name.split("."), "{}.{}".format)
-    return next((path for path in paths if path in among), None)
+    return next((path for path in _paths(name) if path in among), None)
+
+
+def _paths(name: str) -> Iterator[str]:
+    """Yield the dotted names of the modules that contain module ``name``, outermost first, and its own."""
+    return itertools.accumulate(name.split("."), "{}.{}".format)
 
 
 def modules_kept_unsharded(model: nn.Module) -> dict[str, nn.Module]:
@@ -177,6 +181,7 @@ def _blocks_by_structure(model: nn.Module) -> dict[str, nn.Module]:
     total = _total_numel(model)
     first = {id(module): name for name, module in model.named_modules()}
     found: dict[str, nn.Module] = {}
+    above: set[str] = set()  # names of modules that contain a block
     for name, module in model.named_modules():
         if not isinstance(module, (nn.ModuleList, nn.Sequential)) or enclosing(name, found) is not None:
             continue
@@ -186,8 +191,10 @@ def _blocks_by_structure(model: nn.Module) -> dict[str, nn.Module]:
         for child in children:
             where = first[id(child)]
             if enclosing(where, found) is None:
-                found = {block: inner for block, inner in found.items() if not block.startswith(f"{where}.")}
+                if where in above:
+                    found = {block: inner for block, inner in found.items() if not block.startswith(f"{where}.")}
                 found[where] = child
+                above.update(_paths(where.rpartition(".")[0]))
     return found
 
 
