@@ -477,8 +477,8 @@ FAULTS: tuple[Fault, ...] = (
         "config/elastic.py",
         (
             "the smaller micro batch",
-            "sorted(section.micro_batch_sizes, reverse=True) if section.prefer_larger_batch",
-            "sorted(section.micro_batch_sizes) if section.prefer_larger_batch",
+            "sorted(section.micro_batch_sizes, reverse=True), total, world_size) if world_size",
+            "sorted(section.micro_batch_sizes), total, world_size) if world_size",
             (ELASTIC,),
         ),
         ("a divisor is left out", "if divisor <= most]", "if divisor < most]", (ELASTIC,)),
@@ -532,7 +532,7 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             "buffers of another shape pass",
-            "if shape != tuple(buffer.shape):",
+            "if shape != wanted.shape:",
             "if False:",
             ("tests/checkpoint/test_checkpoint_buffers.py",),
         ),
