@@ -17,6 +17,7 @@ from hf_zero.checkpoint.model.export import expert_axis_of, joined, model_axis_o
 from hf_zero.checkpoint.model.stream import Piece, WeightStream
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.units.marks import is_expert, is_packed, is_wrapped, tp_shard_of
+from hf_zero.core.units.names import named_params, saved_name
 from hf_zero.core.units.parts import WITHOUT_FUNCTION
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 
@@ -41,13 +42,14 @@ def merged_pieces(module: nn.Module, model: Collectives | None) -> list[Piece]:
     _refuse_prompts(module)
     taken: dict[int, Piece | None] = {}  # parameters that belong to a merged piece; None if another parameter of the piece represents it
     renamed: dict[int, str] = {}
-    for name, layer in _outermost(module):
+    for path, layer in _outermost(module):
+        name = saved_name(path)
         if _is_tuner_layer(layer):
             _take_layer(name, layer, taken, model)
         else:
             _take_copy(name, layer, taken, renamed)
     pieces = []
-    for name, param in module.named_parameters():
+    for name, param in named_params(module):
         piece = taken.get(id(param), _MISSING)
         if piece is _MISSING:
             pieces.append(Piece.of_param(renamed.get(id(param), name).removeprefix(_PREFIX), param))
@@ -58,7 +60,7 @@ def merged_pieces(module: nn.Module, model: Collectives | None) -> list[Piece]:
 
 def plain_pieces(module: nn.Module) -> list[Piece]:
     """Return every parameter as a piece of its own, unmerged; a tied parameter once, under its first name."""
-    return [Piece.of_param(name, param) for name, param in module.named_parameters()]
+    return [Piece.of_param(name, param) for name, param in named_params(module)]
 
 
 _MISSING: Any = object()

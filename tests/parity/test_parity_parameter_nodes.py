@@ -35,13 +35,17 @@ class _Recomputed(torch.autograd.Function):
 
 
 class Adjoint(Mlp):
-    """A model that gives the parameters of its blocks to a function outside of the blocks."""
+    """A model that gives the parameters of its blocks to a function outside of the blocks, and that has a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(1.5))
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.entry(inputs)
         for block in self.blocks:
             hidden = _Recomputed.apply(block, hidden, *block.parameters())  # type: ignore[no-untyped-call]
-        logits: Tensor = self.head(hidden)
+        logits: Tensor = self.head(hidden) * self.gain
         return logits
 
 
