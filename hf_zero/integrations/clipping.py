@@ -137,12 +137,7 @@ def _check(engine: Engine, plugin: Any, params: Sequence[torch.Tensor], max_norm
         kinds = ranks_by_facts(facts, engine.collectives.data, "arguments of clip_grad_norm_")
         if len(kinds) > 1:
             raise StateError(f"clip_grad_norm_ was called with different arguments on different ranks: {'; '.join(differing(kinds))}")
-    if norm_type != 2:
-        raise UnsupportedError(f"clip_grad_norm_(norm_type={norm_type}) is not supported: the engine clips by the 2-norm. Remove norm_type")
-    if not max_norm > 0:
-        raise ConfigError(
-            f"clip_grad_norm_ was given max_norm {max_norm:g}; a number above 0 is allowed. Remove the call if you want no clipping"
-        )
+    _require_norm(max_norm, norm_type)
     some = (
         f"clip_grad_norm_ was given {len(trained) - len(left_out)} of the {len(trained)} trained parameters (without "
         f"{', '.join(left_out[:3])}), but the engine clips by the norm of all of them"
@@ -158,6 +153,21 @@ def _check(engine: Engine, plugin: Any, params: Sequence[torch.Tensor], max_norm
         log_rank0("clipping at %g, the argument of the script's clip_grad_norm_ (%g before)", max_norm, before or math.inf)
     _numbers[optimizer] = max_norm
     return written
+
+
+def _require_norm(max_norm: float, norm_type: float) -> None:
+    """Raise if the engine cannot clip by the norm of order ``norm_type``, or at ``max_norm``.
+
+    Raises:
+        ConfigError: ``max_norm`` is not positive.
+        UnsupportedError: ``norm_type`` is not 2.
+    """
+    if norm_type != 2:
+        raise UnsupportedError(f"clip_grad_norm_(norm_type={norm_type}) is not supported: the engine clips by the 2-norm. Remove norm_type")
+    if not max_norm > 0:
+        raise ConfigError(
+            f"clip_grad_norm_ was given max_norm {max_norm:g}; a number above 0 is allowed. Remove the call if you want no clipping"
+        )
 
 
 def _set(engine: Engine, loop: Loop | None, max_norm: float) -> None:
@@ -191,12 +201,7 @@ def _clip_jointly(accelerator: Any, engines: Sequence[Engine], params: Sequence[
         ConfigError: The configuration has a norm, which each engine clips by alone; or ``max_norm`` is not positive.
         UnsupportedError: Some engine cannot clip by this norm; or ``params`` are not all trained parameters of the engines, and no others.
     """
-    if norm_type != 2:
-        raise UnsupportedError(f"clip_grad_norm_(norm_type={norm_type}) is not supported: the engine clips by the 2-norm. Remove norm_type")
-    if not max_norm > 0:
-        raise ConfigError(
-            f"clip_grad_norm_ was given max_norm {max_norm:g}; a number above 0 is allowed. Remove the call if you want no clipping"
-        )
+    _require_norm(max_norm, norm_type)
     wanted = set[int]().union(*map(_trained_ids, engines))
     given = {id(param) for param in params if param.requires_grad}
     if wanted != given or any(engine.stepper is None or engine.stepper.groups is not None for engine in engines):

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, gelu
+from torch.nn.functional import gelu
 
 import hf_zero
-from tests.support import ranks
+from tests.support import ranks, residual_layers
 
 SPLIT = {"tensor_parallel": {"autotp_size": 2}}
 
@@ -32,29 +32,12 @@ class Layer(nn.Module):
         return hidden + self.down(inside - self.mean)
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(32, 16)
-        self.layers = nn.ModuleList([Layer() for _ in range(2)])
-        self.head = nn.Linear(16, 32)
-
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        hidden = self.table(input_ids)
-        for layer in self.layers:
-            hidden = layer(hidden)
-        logits = self.head(hidden)
-        return {"logits": logits} if labels is None else {"loss": cross_entropy(logits.flatten(0, 1), labels.flatten())}
-
-
 def _build(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return Net().train()
+    return residual_layers.build(seed, Layer, count=2, width=16, tokens=32)
 
 
 def _batch(step: int) -> dict[str, Tensor]:
-    tokens = torch.randint(0, 32, (2, 6), generator=torch.Generator().manual_seed(step))
-    return {"input_ids": tokens, "labels": tokens}
+    return residual_layers.batch(step, rows=2, tokens=32)
 
 
 def _engine(seed: int, sections: dict[str, Any]) -> Any:
@@ -76,14 +59,7 @@ def check_divided(folder: str) -> None:
         engine.step()
     assert engine.module.layers[0].mean.shape == (16,)
     for tag, sections in (("parts", {}), ("whole", SPLIT), ("parts again", SPLIT)):
-        found = engine._consolidated_16bit_state_dict()
-        engine.save_16bit_model(f"{folder}/model of {tag}", "model.safetensors")
-        if found is not None:
-            from safetensors.torch import load_file
-
-            for written in (found, load_file(f"{folder}/model of {tag}/model.safetensors")):
-                for name, value in plain.state_dict().items():
-                    torch.testing.assert_close(written[name], value, rtol=1e-4, atol=1e-5, msg=f"{tag} {name}")
+        residual_layers.require_written(engine, f"{folder}/model of {tag}", plain, tag)
         own = engine.module.layers[0].mean.clone()
         engine.save_checkpoint(folder, tag=tag)
         engine.destroy()

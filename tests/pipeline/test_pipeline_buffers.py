@@ -8,10 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 import hf_zero
-from tests.support import ranks
+from tests.support import ranks, residual_layers
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
@@ -32,29 +31,12 @@ class Layer(nn.Module):
         return hidden + self.norm(torch.tanh(self.up(hidden)).transpose(1, 2)).transpose(1, 2)
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(16, 8)
-        self.layers = nn.ModuleList([Layer() for _ in range(4)])
-        self.head = nn.Linear(8, 16)
-
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        hidden = self.table(input_ids)
-        for layer in self.layers:
-            hidden = layer(hidden)
-        logits = self.head(hidden)
-        return {"logits": logits} if labels is None else {"loss": cross_entropy(logits.flatten(0, 1), labels.flatten())}
-
-
 def _build(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return Net().train()
+    return residual_layers.build(seed, Layer, count=4, width=8, tokens=16)
 
 
 def _batch(step: int) -> dict[str, Tensor]:
-    tokens = torch.randint(0, 16, (4, 6), generator=torch.Generator().manual_seed(step))
-    return {"input_ids": tokens, "labels": tokens}
+    return residual_layers.batch(step, rows=4, tokens=16)
 
 
 def _engine(seed: int) -> Any:
@@ -81,14 +63,7 @@ def check_buffers(folder: str) -> None:
         engine.backward(engine(**_batch(step))["loss"])
         engine.step()
     assert second is not None
-    found = second._consolidated_16bit_state_dict()
-    second.save_16bit_model(folder, "model.safetensors")
-    if found is not None:
-        from safetensors.torch import load_file
-
-        for written in (found, load_file(f"{folder}/model.safetensors")):
-            for name, value in plain.state_dict().items():
-                torch.testing.assert_close(written[name], value, rtol=1e-4, atol=1e-5, msg=name)
+    residual_layers.require_written(second, folder, plain, "after four steps:")
     second.destroy()
 
 

@@ -39,7 +39,7 @@ Comparison with plain PyTorch
 Models and data
     models: Tiny models of the matrix, with batches.
     zoo, senses: Tiny models of every architecture of transformers: text; images and sound.
-    multimodal, fused_losses, skipped_blocks, deep_skips, small_blocks, averaged: Models for one question each.
+    multimodal, fused_losses, skipped_blocks, deep_skips, small_blocks, averaged, residual_layers: Models for one question each.
     zero3: Models that are sharded from construction on.
     checkpoints, background_saves, killed_saves: A model with everything that a checkpoint holds; saves beside training; saves that die.
     stores, s3_server: A store that refuses; a real S3 server behind a proxy that fails.
