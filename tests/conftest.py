@@ -145,8 +145,11 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
-    """Fail a test that leaves launcher variables or a process group behind; the log's level, which libraries set, is put back."""
-    before, log = _watched(), logging.getLogger("hf_zero")
+    """Fail a test that changes the process for later tests: launcher variables, a process group, torch's default dtype, grad mode, ...
+
+    The log's level, which libraries set, is put back.
+    """
+    before, modes, log = _watched(), _modes_of_torch(), logging.getLogger("hf_zero")
     level = log.level
     yield
     log.setLevel(level)
@@ -160,12 +163,28 @@ def no_leaks() -> Iterator[None]:
         del os.environ[name]
     os.environ.update(before)
     changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    modes_after = _modes_of_torch()
+    changed += [f"{name} of torch ({modes[name]} before, {value} after)" for name, value in modes_after.items() if modes[name] != value]
     if left_group or changed:
-        pytest.fail(f"the test left behind: process group {left_group}, environment variables {changed}")
+        pytest.fail(f"the test left behind: process group {left_group}, changed {changed}")
 
 
 def _watched() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith(WATCHED_PREFIXES)}
+
+
+def _modes_of_torch() -> dict[str, object]:
+    """Return the state of this process that torch's functions depend on; a device written in Python stays registered for good."""
+    import torch
+
+    return {
+        "registered device": torch._C._get_privateuse1_backend_name(),
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "grad mode": torch.is_grad_enabled(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "intra-op threads": torch.get_num_threads(),
+    }
 
 
 def _has_gpu() -> bool:

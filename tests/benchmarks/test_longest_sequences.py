@@ -12,6 +12,7 @@ from benchmarks.long_sequences import context_parallel, fsdp2, longest
 from benchmarks.long_sequences.longest import CLOSE, PAGE, RESULTS, STEP, Taken, Way
 from hf_zero.plan.inputs import ModelWish
 from hf_zero.plan.models import build_model
+from tests.support import ranks
 
 
 @pytest.mark.parametrize("most", [0, 1, 2, 13, 16, 17, 31, 32, 100, 1_000, 30_000])
@@ -51,17 +52,22 @@ def test_bytes_by_formula_are_those_of_the_page() -> None:
     assert context_parallel.sent_by_formula("hf_zero", size, 1024, 4) == 2 * 1024 * 256 * 4 // 4 * 3 * 3 // 4
 
 
+def peaks_of_fsdp2(settings: dict[str, Any], cases: list[tuple[int, int, bool]]) -> list[tuple[int, int]]:
+    """Return bytes on device and host at the peak for each (ranks, tokens, optimizer on the host)."""
+    return [
+        fsdp2.peaks(build_model(ModelWish("llama", settings, checkpointing=True)), count, length, host=host)
+        for count, length, host in cases
+    ]
+
+
 def test_memory_of_fsdp2_is_counted_with_its_shards() -> None:
     """Two ranks keep a half of parameters, gradients and two moments in fp32, and half of a sequence; four ranks a quarter."""
     settings = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
                 "intermediate_size": 64, "max_position_embeddings": 8192}  # fmt: skip
-
-    def peaks(ranks: int, length: int, host: bool) -> tuple[int, int]:
-        return fsdp2.peaks(build_model(ModelWish("llama", settings, checkpointing=True)), ranks, length, host=host)
-
     count = sum(param.numel() for param in build_model(ModelWish("llama", settings)).module.parameters())
-    away, here = peaks(2, 4096, True), peaks(2, 4096, False)
+    cases = [(2, 4096, True), (2, 4096, False), (4, 8192, True), (2, 8192, True)]
+    away, here, four, long = ranks.run_alone(peaks_of_fsdp2, settings, cases)  # the process keeps its pretended device
     assert 16 * count / 2 <= away[1] < 1.1 * 16 * count / 2  # AdamW's intermediate values beside
     assert here[0] - away[0] >= 12 * count / 2 and here[1] < count
-    assert away[0] <= peaks(4, 8192, True)[0] < 1.25 * away[0]  # keys and values of the whole sequence are gathered
-    assert peaks(2, 8192, True)[0] > 1.8 * away[0]
+    assert away[0] <= four[0] < 1.25 * away[0]  # keys and values of the whole sequence are gathered
+    assert long[0] > 1.8 * away[0]
