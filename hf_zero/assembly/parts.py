@@ -56,6 +56,7 @@ from hf_zero.offload.policy import Offloading
 from hf_zero.onebit.step import step_kind
 from hf_zero.pipeline.apply import pipelined
 from hf_zero.pipeline.generation import WholeGeneration
+from hf_zero.tensor_parallel.apply import inputs_of
 from hf_zero.tensor_parallel.same_data import SameDraws, equal_random_state
 
 Explain = Callable[[Any, BaseException, str], None]
@@ -189,6 +190,8 @@ class PartsBuilder:
         spikes = policies.spikes_of(config)
         if spikes.compares:
             reports.measures = (*reports.measures, spikes.measure)
+        if stepper is not None:
+            stepper.equal.compare(spikes.loss, inputs_of(self.module))
         if checkpoints.snapshots is not None:
             reports.measures = (*reports.measures, checkpoints.remind_of_snapshots)
         held = chain(loose_tensors(self.module), holdings(units, optimizer))

@@ -155,7 +155,7 @@ class Engine(nn.Module):
         if scale_wrt_gas and self.accumulation.steps > 1:
             loss = loss / self.accumulation.steps
         self.progress.last_loss = loss.detach()
-        self.spikes.add_loss(loss)
+        self.spikes.loss.add(loss)
         scale = self.scaler.scale
         scaled = loss if scale == 1.0 else loss.float() * scale
         with self.clock.phase("backward"):
@@ -187,7 +187,7 @@ class Engine(nn.Module):
         if loss.numel() != 1:
             raise StateError(f"scale() takes the loss, a scalar tensor, not one of shape {tuple(loss.shape)}: sum it up, or take the mean")
         self.progress.last_loss = loss.detach()
-        self.spikes.add_loss(loss, self.accumulation.steps)
+        self.spikes.loss.add(loss, self.accumulation.steps)
         self._scaled_by_user = True
         return loss if self.scaler.scale == 1.0 else loss.float() * self.scaler.scale
 
@@ -207,7 +207,7 @@ class Engine(nn.Module):
         self._require_optimizer("a backward of its module")
         scale, scaled, self._scaled_by_user = self.scaler.scale, self._scaled_by_user, False
         if not scaled:
-            self.spikes.add_loss(None)
+            self.spikes.loss.add(None)
         if _running_scales:
             self._begin_micro_step(scale / _running_scales[-1])
             return
@@ -326,12 +326,12 @@ class Engine(nn.Module):
             self.stepper.reducer.clear()
             self.stepper.trained.forget_waiting()
             self.accumulation.discarded()
-            self.spikes.forget_loss()
+            self.spikes.loss.forget()
 
     def _broke_off(self) -> None:
         """Record that a backward failed with an error: the gradients since the last optimizer step are lost; local."""
         self.accumulation.broke_off()
-        self.spikes.forget_loss()
+        self.spikes.loss.forget()
         if self.stepper is not None:
             self.stepper.trained.forget_waiting()
 

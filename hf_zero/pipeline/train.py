@@ -152,7 +152,7 @@ def backward_of(engine: Engine, calls: Sequence[Mapping[str, Any]]) -> torch.Ten
     with whole_step(engine):
         loss = forward.train(batch, engine.scaler.scale / len(calls))
     engine.progress.last_loss = loss
-    engine.spikes.add_loss(loss)
+    engine.spikes.loss.add(loss)
     return loss
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from hf_zero.comm.topology import Topology
 from hf_zero.core.schedule.torch_internals import give_number
+from hf_zero.core.step.step_sum import StepSum
 from hf_zero.core.units.divided import mark_partial
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.marks import TpShard, Wholes, mark_tp_shard, mark_whole_reader, tp_shard_of
@@ -30,7 +31,7 @@ from hf_zero.tensor_parallel.tracked_ints import set_attribute
 _Convert = Callable[[torch.Tensor], torch.Tensor]
 _HOOK = -1  # number of these hooks on every module
 _BY_THEMSELVES = (GATHERED, SCATTERED, VOCABULARY)  # splits of layers whose input and output are whole
-_PLAN, _RANKS = "_hf_zero_tp_plan", "_hf_zero_tp_ranks"
+_PLAN, _GROUP = "_hf_zero_tp_plan", "_hf_zero_tp_group"
 
 
 class BoundaryCollectives:
@@ -68,13 +69,13 @@ class BoundaryCollectives:
         inputs = self._inputs.setdefault(boundary.key, []) if boundary.side == "in" else []
         outputs = self._outputs.setdefault(boundary.key, []) if boundary.side == "out" else []
         if kind == COPY:
-            inputs.append(lambda tensor: functions.copy(tensor, group, label))
+            inputs.append(lambda tensor: functions.copy(group.note_input(tensor), group, label))
         elif kind in (REDUCE, REDUCE_BOTH):
             outputs.append(lambda tensor: functions.reduce(tensor, group, label, kind == REDUCE_BOTH))
         elif part is None:
             raise ValueError(f"plan: border {kind!r} of {self.path} has no ranges")
         elif kind == SLICE:
-            inputs.append(lambda tensor: functions.take(tensor, group, part, label))
+            inputs.append(lambda tensor: functions.take(group.note_input(tensor), group, part, label))
         elif kind in (GATHER, GATHER_BOTH):
             outputs.append(lambda tensor: functions.gather(tensor, group, part, label, kind == GATHER_BOTH))
         elif kind == LOGITS:
@@ -171,8 +172,14 @@ def plan_of(model: nn.Module) -> TpPlan | None:
 
 def ranks_of(model: nn.Module) -> tuple[int, ...]:
     """Return the ranks of the default group that hold ``model`` together, this rank included; empty for a whole model."""
-    found: tuple[int, ...] = getattr(model, _RANKS, ())
-    return found
+    group = getattr(model, _GROUP, None)
+    return group.global_ranks if isinstance(group, ModelGroup) else ()
+
+
+def inputs_of(model: nn.Module) -> StepSum:
+    """Return the sum to which divided layers of ``model``, or of a model inside it, add; an unused one without divided layers."""
+    groups = (getattr(module, _GROUP, None) for module in model.modules())
+    return next((group.inputs for group in groups if isinstance(group, ModelGroup)), StepSum())
 
 
 def apply_plan(model: nn.Module, plan: TpPlan, group: ModelGroup) -> nn.Module:
@@ -209,7 +216,7 @@ def apply_plan(model: nn.Module, plan: TpPlan, group: ModelGroup) -> nn.Module:
             boundary.read_whole(modules[path], own)
     _refuse_attentions_of_parts(model, group.world)
     setattr(model, _PLAN, plan)
-    setattr(model, _RANKS, group.global_ranks)
+    setattr(model, _GROUP, group)
     return model
 
 

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.graph_ops import gather_from_ranks, in_graph, sum_over_ranks
+from hf_zero.core.step.step_sum import StepSum
 
 
 class ModelGroup:
@@ -23,10 +24,12 @@ class ModelGroup:
 
     Attributes:
         collectives: The collectives over these ranks.
+        inputs: Norms of the whole tensors that have entered divided layers since the last step.
     """
 
     def __init__(self, collectives: Collectives) -> None:
         self.collectives = collectives
+        self.inputs = StepSum()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelGroup:
         return self  # a process group cannot be copied
@@ -58,6 +61,12 @@ class ModelGroup:
         total = tensor.contiguous().clone()
         self.collectives.all_reduce(total, str(label)).wait()
         return total
+
+    def note_input(self, whole: torch.Tensor) -> torch.Tensor:
+        """Add the norm of ``whole``, of any shape, to ``inputs`` if gradients are recorded; return ``whole``. Local."""
+        if self.inputs.wanted and torch.is_grad_enabled() and whole.is_floating_point() and not in_graph():
+            self.inputs.add(torch.linalg.vector_norm(whole.detach(), dtype=torch.float32))
+        return whole
 
     def gather(self, tensor: torch.Tensor, label: object) -> torch.Tensor:
         """Return every rank's ``tensor`` (all of one shape), stacked: (ranks, ...); ``label`` as for ``sum``."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from hf_zero import native
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.schedule.script_clipping import EPSILON
+from hf_zero.core.step.equal_copies import EqualCopies
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.marks import TpShard, tp_shard_of
 from hf_zero.core.units.unit import Unit
@@ -31,24 +32,27 @@ class ModelAxis:
         copies: For each unit, the ranges of this rank's shard that several ranks of the axis hold alike, each with the number of these
             ranks; they count once.
         alike: For each unit, the number of ranks of the axis that hold the same remaining elements.
+        equal: Compares the copies that all ranks which hold layers together have.
     """
 
     collectives: Collectives
     copies: tuple[tuple[tuple[Range, int], ...], ...]
     alike: tuple[int, ...]
+    equal: EqualCopies = field(default_factory=EqualCopies)
 
 
-def model_axis(units: Sequence[Unit], collectives: Collectives, tensor: int | None = None) -> ModelAxis:
+def model_axis(units: Sequence[Unit], collectives: Collectives, tensor: int | None = None, equal: EqualCopies | None = None) -> ModelAxis:
     """Return the copies among the parameters of ``units``: parameters that are not slices of larger ones, and slices that overlap.
 
     Args:
         units: Units, in the model's order.
         collectives: Network of the model axis, or of the ranks that together hold all experts, which may be several model axes.
         tensor: Number of ranks of one model axis among these; None means all.
+        equal: See ``ModelAxis``.
     """
     ranks = tensor or collectives.world
     alike = tuple(1 if unit.collectives.topology.of_experts else collectives.world // ranks for unit in units)
-    return ModelAxis(collectives, tuple(_copies(unit, ranks) for unit in units), alike)
+    return ModelAxis(collectives, tuple(_copies(unit, ranks) for unit in units), alike, equal or EqualCopies())
 
 
 def _copies(unit: Unit, ranks: int) -> tuple[tuple[Range, int], ...]:
@@ -99,24 +103,35 @@ def global_norm(
     if not shards and model is None:
         return torch.zeros((), device=collectives.topology.device)
     device = collectives.topology.device
-    if model is None:
-        square = _sum_of_squares(shards, device, threads)
-    else:
-        by_count: dict[int, list[torch.Tensor]] = defaultdict(list, {1: []})  # a pipeline stage may have no trained parameters
-        for shard, copies, alike in zip(shards, model.copies, model.alike, strict=True):
-            for part, count in copies:
-                by_count[count * alike].append(shard[part.start : part.stop])
-            by_count[alike] += _rest(shard, [part for part, _ in copies])
-        square = torch.stack([_sum_of_squares(tensors, device, threads) / count for count, tensors in by_count.items()]).sum()
-        model.collectives.all_reduce(square, "gradient norm").wait()
-    if sharded and beside is not None:
-        together = torch.cat([square.reshape(1), beside])
+    sums = _sum_of_squares(shards, device, threads).reshape(1) if model is None else _sums_over_model(shards, model, device, threads)
+    if sharded:
+        together = sums if beside is None else torch.cat([sums, beside])
         collectives.all_reduce(together, "gradient norm").wait()
-        square = together[0]
-        beside.copy_(together[1:])
-    elif sharded:
-        collectives.all_reduce(square, "gradient norm").wait()
-    return square.sqrt().float()
+        sums = together[: len(sums)]
+        if beside is not None:
+            beside.copy_(together[len(sums) :])
+    if model is not None and model.equal.size:
+        model.equal.note(sums[1:])
+    return sums[0].sqrt().float()
+
+
+def _sums_over_model(shards: Sequence[torch.Tensor], model: ModelAxis, device: torch.device, threads: int | None) -> torch.Tensor:
+    """Return the sum of squares over the model axis, each element once; collective.
+
+    Returns:
+        (1 + n,) float64: the sum, and the sum of the n numbers of ``model.equal.message``.
+    """
+    by_count: dict[int, list[torch.Tensor]] = defaultdict(list, {1: []})  # a pipeline stage may have no trained parameters
+    for shard, copies, alike in zip(shards, model.copies, model.alike, strict=True):
+        for part, count in copies:
+            by_count[count * alike].append(shard[part.start : part.stop])
+        by_count[alike] += _rest(shard, [part for part, _ in copies])
+    squares = {count: _sum_of_squares(tensors, device, threads) for count, tensors in by_count.items()}
+    once = torch.stack([square / count for count, square in squares.items()]).sum().reshape(1)
+    if model.equal.size:
+        once = torch.cat([once, model.equal.message(squares.get(model.equal.count), device)])
+    model.collectives.all_reduce(once, "gradient norm").wait()
+    return once
 
 
 def _rest(shard: torch.Tensor, parts: Sequence[Range]) -> list[torch.Tensor]:

@@ -1,9 +1,6 @@
 """Recognize optimizer steps whose gradient norm or loss is far above the steps before them.
 
-[Note: the loss of a step] On each rank it is the sum of the losses of the step's backwards as they were back-propagated, without loss scale
-and divided by ``gradient_accumulation_steps`` where the engine divides; the mean over all ranks is compared. It travels with the gradient
-norm where that is summed over the same ranks (``core/step/step.py``). A backward that the script starts without telling the engine the loss
-makes the loss of the step unknown, and an unknown loss is never a spike.
+The mean of the loss over all ranks is compared ([Note: the loss of a step]); an unknown loss is never a spike.
 """
 
 from __future__ import annotations
@@ -17,6 +14,7 @@ from typing import Any
 
 import torch
 
+from hf_zero.core.step.step_sum import StepSum
 from hf_zero.observe import log_rank0
 
 WINDOW = 100  # largest number of earlier values that a new one is compared with
@@ -76,6 +74,7 @@ class Spikes:
         action: See the argument.
         norms: The last gradient norms.
         losses: The last losses. Multiples of a median of 0 or less mean nothing, so nothing is compared with it.
+        loss: The loss of the coming step.
         consecutive: Number of spikes since the last step that was none.
         rewinds: Number of times in succession that the engine went back to the same weights.
         updates: Number of updates in these weights; -1 if it never went back.
@@ -91,46 +90,13 @@ class Spikes:
         self.rewinds, self.updates = 0, -1
         self.found_at = 0
         self.measured: dict[str, float] = {}
-        self._sum: torch.Tensor | None = None
-        self._unknown = False
+        self.loss = StepSum()
+        self.loss.wanted = loss_factor > 0
 
     @property
     def compares(self) -> bool:
         """Return whether any quantity is compared."""
         return bool(self.norms.factor or self.losses.factor)
-
-    # -- the loss of a step ---------------------------------------------------------------------------------------------
-
-    def add_loss(self, loss: torch.Tensor | None, divisor: int = 1) -> None:
-        """Add the loss of a backward to the loss of the coming step, without waiting for the device.
-
-        Args:
-            loss: Scalar; None if it is unknown.
-            divisor: Number that the gradients are divided by later.
-        """
-        if not self.losses.factor:
-            return
-        if loss is None or loss.numel() != 1:
-            self._unknown = True
-            return
-        value = loss.detach().reshape(()).double() / divisor
-        self._sum = value if self._sum is None else self._sum + value
-
-    def forget_loss(self) -> None:
-        """Drop the losses since the last step, whose gradients were dropped too."""
-        self._sum, self._unknown = None, False
-
-    def loss_message(self, device: torch.device) -> torch.Tensor | None:
-        """Return (2,) float64 for a sum over ranks: this rank's loss of the step, and 1 if it is unknown. None if no losses are compared.
-
-        The losses of the step are dropped.
-        """
-        if not self.losses.factor:
-            return None
-        unknown = self._unknown or self._sum is None
-        value = torch.zeros((), dtype=torch.float64) if unknown or self._sum is None else self._sum
-        self.forget_loss()
-        return torch.stack([value.to(device), torch.tensor(float(unknown), dtype=torch.float64, device=device)])
 
     # -- decisions ------------------------------------------------------------------------------------------------------
 
@@ -226,8 +192,8 @@ class StepWatch:
     samples: tuple[int, int]
 
     def loss_message(self, device: torch.device) -> torch.Tensor | None:
-        """Return what the ranks add up for the loss, see ``Spikes.loss_message``."""
-        return self.spikes.loss_message(device)
+        """Return what the ranks add up for the loss, see ``StepSum.message``; None if no losses are compared."""
+        return self.spikes.loss.message(device) if self.spikes.losses.factor else None
 
     def skips(self, norm: torch.Tensor, message: torch.Tensor | None, world: int) -> bool:
         """Return whether the update is not made because the step is a spike.

@@ -17,6 +17,7 @@ from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.agreement import Agreed, agree, same_call, same_clipping, same_groups, same_pace
+from hf_zero.core.step.equal_copies import equal_copies
 from hf_zero.core.step.grad_norm import clip_factor, first_non_finite, global_norm, model_axis
 from hf_zero.core.step.precision import LossScaler
 from hf_zero.core.step.spikes import StepWatch
@@ -137,6 +138,7 @@ class Stepper:
         self.settings = settings
         self.trained = trained
         self._networks = model_collectives, expert_collectives
+        self.equal = equal_copies(collectives.topology, model_collectives, expert_collectives, self.optimizer.units)
         self.everyone = everyone  # network of the ranks that have to agree before a step
         self.groups: OtherGroups | None = None  # set by layers above
         self._averaged: int | None = None  # result of ``OtherGroups.average`` for the coming step
@@ -154,7 +156,7 @@ class Stepper:
         units, (model, experts) = trained_of(self.optimizer.units), self._networks
         self._model = model_axis(units, model) if model is not None else None
         apart = experts or model  # network of the ranks with parts of the model that this rank does not have
-        self._parts = model_axis(units, apart, model.world if model is not None else 1) if apart is not None else None
+        self._parts = model_axis(units, apart, model.world if model is not None else 1, self.equal) if apart is not None else None
         # Both lists are in the model's order; the reducer's own order is the model's too.
         self._gradients = {id(entry.unit): entry for entry in self.reducer.gradients}
         schedule = self.runtime.schedule
@@ -229,7 +231,7 @@ class Stepper:
         """
         own, units = self.optimizer.own, self.runtime.units()
         own.parts.take(forward=False)
-        refused = refused or own.parts.refusal() or own.foreign_states() or saved_empty(units)
+        refused = refused or self.equal.refusal() or own.parts.refusal() or own.foreign_states() or saved_empty(units)
         look = WrittenValues(units, self.collectives.data, self.everyone, self.runtime.idle, refused)
         alike = [_STEPS, same_pace(self.runtime.micro_steps), *look.alike(), self.trained.alike()]
         written = _WRITTEN if have_written(self.reducer) else _CHANGED if self._has_changed() else 0
@@ -348,13 +350,11 @@ class Stepper:
             StateError: On every rank, if ranks have begun different numbers of micro-steps or have different hyper-parameters, if a
                 parameter without a gradient must have one, or if gradients were written that cannot be used; nothing has changed then.
         """
-        before = trained_of(self.optimizer.units)
-        agreed = self._settle()
+        before, agreed = trained_of(self.optimizer.units), self._settle()
         if self.settings.wants_all:
             self._require_all()
         shards = self.reduced()
-        groups = self._average(shards)
-        self._averaged = None
+        groups, self._averaged = self._average(shards), None
         if not groups:
             return StepResult(torch.tensor(math.nan), False, signal=agreed.signal, groups=0)
         with span("norm"):
@@ -364,6 +364,7 @@ class Stepper:
             else:
                 scaled_norm = self._measured.norm
             self._measured = None
+        self.equal.forget()
         clipped, self._clips_by, self._clipped = self._clipped, None, None
         finite = torch.isfinite(scaled_norm) if self.settings.skips_overflow else None
         late = watch is None and not agreed.reads and all(shard.dtype == torch.float32 for shard in shards)

@@ -118,7 +118,7 @@ class PipelineEngine(Engine):
         loss = self._everywhere(work.losses)
         self._report(work.additional)
         self.progress.last_loss = loss
-        self.spikes.add_loss(loss)
+        self.spikes.loss.add(loss)
         super().step()
         return loss
 
