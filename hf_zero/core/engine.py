@@ -154,7 +154,6 @@ class Engine(nn.Module):
             raise TypeError(not_a_loss(loss))
         if scale_wrt_gas and self.accumulation.steps > 1:
             loss = loss / self.accumulation.steps
-        self.progress.last_loss = loss.detach()
         self.spikes.loss.add(loss)
         scale = self.scaler.scale
         scaled = loss if scale == 1.0 else loss.float() * scale
@@ -186,7 +185,6 @@ class Engine(nn.Module):
         self._require_optimizer("scale")
         if loss.numel() != 1:
             raise StateError(f"scale() takes the loss, a scalar tensor, not one of shape {tuple(loss.shape)}: sum it up, or take the mean")
-        self.progress.last_loss = loss.detach()
         self.spikes.loss.add(loss, self.accumulation.steps)
         self._scaled_by_user = True
         return loss if self.scaler.scale == 1.0 else loss.float() * self.scaler.scale
@@ -251,9 +249,11 @@ class Engine(nn.Module):
                 self.accumulation.refused()
                 raise
         self.accumulation.stepped()
+        self.spikes.loss.forget()
         samples *= result.groups
         if result.groups:  # if not, another replica group has taken the step, and this one has received the state after it
             progress.count_step(samples, result.norm, result.skipped)
+            progress.last_loss = self.spikes.loss.last
             if self.spikes.asks_to_rewind(progress.global_steps):
                 self.checkpoints.rewind(self)
             if self.lr_scheduler is not None and not result.skipped:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,8 +19,13 @@ from hf_zero.offload.host_states import HostStates, SubGroup
 
 MASTER = "master"
 
-# Boundaries of the ranges that are read at a time, in elements: multiples of a page in every dtype of two bytes and more.
-_STEP_NUMEL = ALIGNMENT // 2
+
+def _step_numel(types: Iterable[torch.dtype]) -> int:
+    """Return the number of elements that is a whole number of pages in each dtype: ranges that are read at a time begin at its multiples.
+
+    A range that began inside a page would carry elements of the range before it when it is written.
+    """
+    return ALIGNMENT // min((min(dtype.itemsize, 2) for dtype in types), default=2)
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,7 @@ class BufferPlan:
         """Return the number of sub-groups that are held in memory at the same time."""
         return 1 + self.section.pipeline_read + self.section.pipeline_write
 
-    def sub_group_numel(self, largest: int, tensors: int) -> int:
+    def sub_group_numel(self, largest: int, types: Sequence[torch.dtype]) -> int:
         """[Note: buffer_count and sub-groups] Return the number of elements of a sub-group, so that the buffers keep within their limit.
 
         ``buffer_count`` buffers of the largest shard's size are the memory that may be used. Adam needs three tensors per sub-group, and
@@ -49,11 +54,12 @@ class BufferPlan:
 
         Args:
             largest: Elements of the largest shard.
-            tensors: Tensors per sub-group: master and states.
+            types: Dtypes of the tensors per sub-group: master and states.
         """
-        fits = self.section.buffer_count * largest // (max(1, tensors) * self.frames)
+        fits = self.section.buffer_count * largest // (max(1, len(types)) * self.frames)
         numel = min(largest, self.most_numel, fits)
-        return max(_STEP_NUMEL, numel // _STEP_NUMEL * _STEP_NUMEL) if numel < largest else largest
+        step = _step_numel(types)
+        return max(step, numel // step * step) if numel < largest else largest
 
 
 @dataclass
@@ -153,8 +159,8 @@ class FileStates(HostStates):
         unit.own.master = region.mapped
 
     def ranges(self, unit: Unit) -> Sequence[Range]:
-        tensors = len(self._types) + self._has_masters
-        return _cut(unit.layout.shard_numel, self.plan.sub_group_numel(self._largest, tensors))
+        types = [*self._types.values(), *([torch.float32] if self._has_masters else [])]
+        return _cut(unit.layout.shard_numel, self.plan.sub_group_numel(self._largest, types))
 
     def _slot(self, frame: _Frame, name: str, nbytes: int) -> torch.Tensor:
         """Return the part of a buffer to use for a transfer of ``nbytes``."""

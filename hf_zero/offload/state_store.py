@@ -26,6 +26,7 @@ from hf_zero.offload.host_states import HostStates, SubGroup
 from hf_zero.offload.script_states import WaitingStates
 from hf_zero.offload.speculation import Spares, Speculator
 from hf_zero.offload.updates import Underway, UnitUpdate, UpdateThread, Work
+from hf_zero.ops.host_optimizers import HostOptimizer
 
 
 @dataclass(frozen=True)
@@ -225,9 +226,13 @@ class OffloadedStateStore(StateStore):
     def _update_device(self, stepper: SubGroupStepper, by_unit: Mapping[int, torch.Tensor], factor: torch.Tensor) -> None:
         segments = [segment for segment in self.segments.trained if not self.holds(segment.unit)]
         if segments:
-            scale_([by_unit[id(unit)] for unit in trained_of(self.units) if not self.holds(unit)], factor)
+            # As in ``_updates``, a native pass multiplies in fp32; in 16 bits the products would be rounded.
+            native = isinstance(self.inner, HostOptimizer) and factor.device.type == "cpu"
+            if not native:
+                scale_([by_unit[id(unit)] for unit in trained_of(self.units) if not self.holds(unit)], factor)
             for run in cast_runs(segments, by_unit):
-                stepper.step(run, [segment.gradient(by_unit[id(segment.unit)]) for segment in run])
+                grads = [segment.gradient(by_unit[id(segment.unit)]) for segment in run]
+                stepper.step(run, grads, float(factor) if native else 1.0)
 
     def _sub_groups_by_unit(self) -> dict[int, list[SubGroup]]:
         """Return the sub-groups by id of their unit, in the order of forward; without units that have no segment on this rank."""

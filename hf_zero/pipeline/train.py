@@ -151,7 +151,6 @@ def backward_of(engine: Engine, calls: Sequence[Mapping[str, Any]]) -> torch.Ten
     batch = forward.prepare(calls, engine.autocast)
     with whole_step(engine):
         loss = forward.train(batch, engine.scaler.scale / len(calls))
-    engine.progress.last_loss = loss
     engine.spikes.loss.add(loss)
     return loss
 

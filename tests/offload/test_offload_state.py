@@ -14,9 +14,11 @@ from unittest import mock
 import pytest
 import torch
 
-from hf_zero.memory.buffers import HostMemory
+from hf_zero.config.schema.zero import OffloadOptimizer
+from hf_zero.memory.buffers import ALIGNMENT, HostMemory
 from hf_zero.memory.copies import CopyLane
 from hf_zero.offload import host_states
+from hf_zero.offload.file_states import BufferPlan
 from hf_zero.ops.host_optimizers import HostAdam
 from tests.support import ranks
 from tests.support.models import CASES
@@ -154,12 +156,30 @@ class CountingSgd(torch.optim.SGD):
         return super().step(closure)
 
 
+class CountedSigns(torch.optim.Optimizer):
+    """Steps by the sign of the gradient, longer with a count of signs that each element keeps in one byte."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                if not state:
+                    state["count"] = torch.zeros_like(param, dtype=torch.int8)
+                state["count"].add_(param.grad.sign().to(torch.int8))
+                param.sub_(group["lr"] * param.grad.sign() * (1 + state["count"].abs()))
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW, foreach": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True),
     "AMSGrad": lambda params: torch.optim.Adam(params, lr=1e-2, amsgrad=True),
     "Adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2),
     "HostAdam": lambda params: HostAdam(params, lr=1e-2, weight_decay=0.1),
     "SGD without state": lambda params: torch.optim.SGD(params, lr=1e-2),
+    "counts of one byte": lambda params: CountedSigns(params),
     "counter in the group": lambda params: CountingSgd(params, lr=0.1, momentum=0.9),
 }
 
@@ -195,6 +215,36 @@ def _optimizers(stage: int, label: str) -> list[str]:
 @pytest.mark.parametrize(("stage", "label"), [(1, "cpu"), pytest.param(2, "nvme, pipelined, apart", marks=pytest.mark.slow)])
 def test_any_element_wise_optimizer_can_be_offloaded(stage: int, label: str) -> None:
     assert ranks.run_ranks(_optimizers, 2, stage, label) == [[], []]
+
+
+def _low_masters(label: str, clip: float) -> list[str]:
+    run = Run(stage=2, dtype="bf16", steps=3, clip=clip)
+    low = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+
+    def masters(blocks: dict[str, Any]) -> dict[str, torch.Tensor]:
+        torch.manual_seed(3)
+        engine = initialize(CASES["odd_mlp"].build(), Run(**{**vars(run), "extra": {**sections(run.stage, blocks), **low}}))
+        trace = collect(engine, steps(engine, run, 0))
+        _destroy(engine)
+        return trace.masters
+
+    expected = masters({})
+    with blocks_of(ways(2)[label]) as blocks:
+        return list(differing(masters(blocks), expected))
+
+
+def test_the_part_that_stays_on_the_device_is_rounded_as_without_offload() -> None:
+    """Gradients of 16 bits are clipped in fp32 where a native pass updates, whichever tier holds the state."""
+    assert ranks.run_ranks(_low_masters, 2, "cpu, half, apart, no overlap", 0.05) == [[], []]
+
+
+@pytest.mark.parametrize("types", [[torch.float32, torch.int8], [torch.bfloat16], [torch.float32, torch.float32], []])
+@pytest.mark.parametrize("most", [100, 2048, 5000, 10**6])
+def test_sub_groups_in_files_begin_at_pages(types: list[torch.dtype], most: int) -> None:
+    """Two sub-groups that share a page would overwrite each other's states, whose writes are under way at the same time."""
+    plan = BufferPlan(OffloadOptimizer(device="nvme", pipeline_read=True, pipeline_write=True), most)
+    numel = plan.sub_group_numel(40_000, types)
+    assert numel == 40_000 or all(numel * dtype.itemsize % ALIGNMENT == 0 for dtype in types)
 
 
 # -- what goes wrong --------------------------------------------------------------------------------------------------

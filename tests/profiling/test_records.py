@@ -62,6 +62,33 @@ def test_other_types_record_no_loss_scale(tmp_path: Path) -> None:
     assert set(_read(tmp_path)) == {"lr", "train_loss", "grad_norm"}
 
 
+def _accumulated(folder: Path, scaled_by_script: bool) -> list[float]:
+    """Train two steps of three micro-batches; return the mean loss of each step."""
+    monitor = {"csv_monitor": {"enabled": True, "output_path": str(folder), "job_name": "job"}}
+    batch = {"train_batch_size": 3, "gradient_accumulation_steps": 3}
+    engine = _engine({"optimizer": {"type": "SGD", "params": {"lr": 0.125}}, **monitor, **batch})
+    means = []
+    for _ in range(2):
+        losses = []
+        for micro in range(3):
+            loss = engine(torch.full((1, 4), 1.0 + micro)).pow(2).mean()
+            losses.append(float(loss))
+            if scaled_by_script:
+                engine.scale(loss).backward()
+            else:
+                engine.backward(loss)
+            engine.step()
+        means.append(sum(losses) / 3)
+    engine.destroy()
+    return means
+
+
+@pytest.mark.parametrize("scaled_by_script", [False, True])
+def test_the_loss_is_the_mean_over_the_micro_batches_of_the_step(tmp_path: Path, scaled_by_script: bool) -> None:
+    (means,) = ranks.run_ranks(_accumulated, 1, tmp_path, scaled_by_script)
+    assert [float(value) for _, value in _read(tmp_path)["train_loss"]] == pytest.approx(means, rel=1e-5)
+
+
 def _divided(folder: Path, how: str) -> None:
     """Take two steps of a model that both ranks hold together, with a monitor."""
     import deepspeed

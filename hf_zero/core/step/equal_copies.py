@@ -61,13 +61,12 @@ class EqualCopies:
     def compare(self, loss: StepSum, inputs: StepSum) -> None:
         """Use ``loss`` and ``inputs`` from now on as the numbers of the coming step."""
         self.loss, self.inputs = loss, inputs
-        loss.wanted |= self.size > 0
         inputs.wanted = self.size > 0
 
-    def forget(self) -> None:
-        """Forget the numbers of the step that was taken."""
-        self.loss.forget()
-        self.inputs.forget()
+    def end(self) -> None:
+        """Begin the next step: this one was taken."""
+        self.loss.end()
+        self.inputs.end()
 
     def message(self, squares: torch.Tensor | None, device: torch.device) -> torch.Tensor:
         """Return the numbers of this rank for a sum over ranks; local.

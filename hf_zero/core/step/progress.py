@@ -27,7 +27,7 @@ class Progress:
         global_samples: Number of samples of all ranks, counted at the boundaries.
         last_step_applied: Whether the last call of ``step`` updated the weights; False off the boundary and on overflow.
         last_norm: Gradient norm of the last boundary, before clipping, inf if it was skipped; 0-dim tensor, or None before the first.
-        last_loss: Loss given to the last backward, detached; on the device.
+        last_loss: Loss of the last step on this rank, [Note: the loss of a step]; 0-dim, on the device; None if it is unknown.
         loads: Number of times that the weights were replaced by loaded ones.
         saved_at: ``global_steps`` at the last complete checkpoint that this engine has saved; -1 before the first.
     """

@@ -91,7 +91,6 @@ class Spikes:
         self.found_at = 0
         self.measured: dict[str, float] = {}
         self.loss = StepSum()
-        self.loss.wanted = loss_factor > 0
 
     @property
     def compares(self) -> bool:

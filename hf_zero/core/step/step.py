@@ -364,7 +364,7 @@ class Stepper:
             else:
                 scaled_norm = self._measured.norm
             self._measured = None
-        self.equal.forget()
+        self.equal.end()
         clipped, self._clips_by, self._clipped = self._clipped, None, None
         finite = torch.isfinite(scaled_norm) if self.settings.skips_overflow else None
         late = watch is None and not agreed.reads and all(shard.dtype == torch.float32 for shard in shards)

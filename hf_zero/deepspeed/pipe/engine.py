@@ -117,7 +117,6 @@ class PipelineEngine(Engine):
             self._scheduler.train({self.stage_id: work}, len(work.parts), self.scaler.scale)
         loss = self._everywhere(work.losses)
         self._report(work.additional)
-        self.progress.last_loss = loss
         self.spikes.loss.add(loss)
         super().step()
         return loss
