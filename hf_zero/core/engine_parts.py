@@ -231,17 +231,25 @@ class AppliedAverages:
         for averages in self.kept.values():
             averages.follow()
 
-    def require_weights(self, what: str) -> None:
-        """Raise if averages or a part of a checkpoint replace the weights; ``what`` names the caller, which needs the trained weights.
+    def require_loaded(self, what: str) -> None:
+        """Raise if the engine holds a part of a checkpoint; ``what`` names the caller.
 
         Raises:
-            StateError: Averages replace the weights now, or the last load of a checkpoint failed after it had changed some of them.
+            StateError: The last load of a checkpoint failed after it had changed some values.
         """
         if self.half_loaded:
             raise StateError(
                 f"{what} after a load of {self.half_loaded} that failed while it read values: the engine holds only a part of that "
                 "checkpoint. Load another checkpoint with engine.load_checkpoint, or start the run again"
             )
+
+    def require_weights(self, what: str) -> None:
+        """Raise if averages or a part of a checkpoint replace the weights; ``what`` names the caller, which needs the trained weights.
+
+        Raises:
+            StateError: Averages replace the weights now, or the last load of a checkpoint failed after it had changed some of them.
+        """
+        self.require_loaded(what)
         if self.applied:
             raise StateError(
                 f"{what} while the averages {self.applied!r} replace the weights (AveragedWeights.apply). First leave the `with "

@@ -135,6 +135,7 @@ class Engine(ConfiguredEngine):
             ConfigError: ``max_shard_size`` is not a size.
         """
         self.offloaded_states.require_none("save_16bit_model()")
+        self.averages.require_loaded("save_16bit_model()")
         held_weights.gathers(self)
         write_model_files(self.module, self.collectives, Path(save_dir), save_filename, exclude_frozen_parameters, max_shard_size)
         return True
@@ -149,6 +150,7 @@ class Engine(ConfiguredEngine):
         Without frozen parameters it still has those that PEFT writes (``adapter_files``).
         """
         self.offloaded_states.require_none("gathering the weights")
+        self.averages.require_loaded("gathering the weights")
         kept = adapter_files.frozen_names(self.module, self.collectives) if exclude_frozen_parameters else frozenset()
         state = consolidated_state_dict(self.module, self.collectives, exclude_frozen_parameters, kept)
         held_weights.note(self, state)

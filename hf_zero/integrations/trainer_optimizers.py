@@ -15,7 +15,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.observe import warn_once
 
 _OWN_OPTIMIZER = "_hf_zero_own_optimizer"  # attribute of a Trainer that was given an optimizer
-_CREATE = "create_optimizer"
+_CREATE, _CREATE_SCHEDULER = "create_optimizer", "create_scheduler"
 _ADAMW = ("adamw_torch", "adamw_torch_fused")  # the defaults of transformers
 
 
@@ -80,9 +80,10 @@ def _require_one(trainer: Any, optimizer: Any, scheduler: Any) -> None:
                 f"TrainingArguments(optim={optim!r}) has no effect: the configuration has an optimizer section ({kinds['optimizer']}), "
                 "which is used. Leave one of them out"
             )
-    if scheduler is not None and "scheduler" in kinds:
-        given = f"optimizers=(..., {type(scheduler).__name__})"
-        raise ConfigError(_both(given, "scheduler", kinds["scheduler"]))
+    if "scheduler" in kinds:
+        given = f"optimizers=(..., {type(scheduler).__name__})" if scheduler is not None else _override(trainer, _CREATE_SCHEDULER)
+        if given:
+            raise ConfigError(_both(given, "scheduler", kinds["scheduler"]))
 
 
 def _given_optimizer(trainer: Any, optimizer: Any) -> str:
@@ -91,15 +92,20 @@ def _given_optimizer(trainer: Any, optimizer: Any) -> str:
         return f"optimizers=({type(optimizer).__name__}, ...)"
     if (pair := getattr(trainer, "optimizer_cls_and_kwargs", None)) is not None:
         return f"optimizer_cls_and_kwargs=({getattr(pair[0], '__name__', pair[0])}, ...)"
-    overriding = next((kind for kind in type(trainer).__mro__ if _builds(vars(kind).get(_CREATE))), None)
-    return "" if overriding is None else f"a create_optimizer() of its own ({overriding.__name__})"
+    return _override(trainer, _CREATE)
 
 
-def _builds(override: Any) -> bool:
-    """Return whether ``override`` of ``create_optimizer`` makes an optimizer; one that calls the replaced method may add to its result."""
+def _override(trainer: Any, name: str) -> str:
+    """Return which class of ``trainer`` makes an optimizer or a scheduler in a method ``name`` of its own; "" if none does."""
+    overriding = next((kind for kind in type(trainer).__mro__ if _builds(vars(kind).get(name), name)), None)
+    return "" if overriding is None else f"a {name}() of its own ({overriding.__name__})"
+
+
+def _builds(override: Any, name: str) -> bool:
+    """Return whether ``override`` of the method ``name`` replaces it; one that calls the replaced method may add to its result."""
     code = getattr(inspect.unwrap(override), "__code__", None) if callable(override) else None
     module = str(getattr(override, "__module__", ""))
-    return code is not None and not module.startswith("transformers.") and _CREATE not in code.co_names
+    return code is not None and not module.startswith("transformers.") and name not in code.co_names
 
 
 def _both(given: str, section: str, kind: Any) -> str:

@@ -300,6 +300,8 @@ def _half_loaded(folder: str) -> None:
         lambda: engine.backward(torch.zeros(1)),
         engine.step,
         lambda: engine.save_checkpoint(folder, "more"),
+        lambda: engine.save_16bit_model(folder),
+        lambda: engine._consolidated_16bit_state_dict(),
     )
     for attempt in tried:
         with pytest.raises(StateError, match=f"after a load of {folder}/damaged that failed while it read values"):

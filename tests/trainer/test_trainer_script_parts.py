@@ -134,6 +134,12 @@ class _Builds:
         return self.optimizer
 
 
+class _Schedules:
+    def create_scheduler(self: Any, num_training_steps: int, optimizer: Any = None) -> Any:
+        self.lr_scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return self.lr_scheduler
+
+
 class _Adds:
     """Overrides the method, and makes no optimizer: TRL's and other libraries' way to look at the groups."""
 
@@ -153,6 +159,7 @@ def _both(folder: str) -> None:
         (optimizer, _Builds, {}, r"a create_optimizer\(\) of its own \(_Builds\) and .* section `optimizer` too \(AdamW\)"),
         (optimizer, None, chosen, r"optimizer_cls_and_kwargs=\(NAdam, ...\) and .* section `optimizer` too \(AdamW\)"),
         (optimizer, None, alone, r"optimizers=\(None, StepLR\) and .* optimizer section \(AdamW\), whose learning rate"),
+        (scheduler, _Schedules, {}, r"a create_scheduler\(\) of its own \(_Schedules\) and .* section `scheduler` too \(WarmupLR\)"),
         (scheduler, None, {"optimizers": _own}, r"optimizers=\(..., StepLR\) and .* section `scheduler` too \(WarmupLR\)"),
     ):
         with trainers.clean_state(), pytest.raises(ConfigError, match=message):
