@@ -104,19 +104,19 @@ class Arriving:
     """A value on its way from the device to the host: reading it waits for the work before this point, not for later work.
 
     Args:
-        value: 0-dim tensor on the training device or on the host.
+        value: Tensor on the training device or on the host, small.
     """
 
     def __init__(self, value: torch.Tensor) -> None:
         self._value, self._event = value, None  # type: Any, Any
         if value.device.type != "cpu":
-            self._value = torch.empty((), dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+            self._value = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
             module: Any = torch.get_device_module(value.device)
             self._event = module.Event()
             self._event.record(module.current_stream(value.device))
 
     def read(self) -> Any:
-        """Return the value as a Python number."""
+        """Return the value as a Python number, or as nested lists of them."""
         if self._event is not None:
             self._event.synchronize()
-        return self._value.item()
+        return self._value.tolist()

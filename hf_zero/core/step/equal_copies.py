@@ -51,7 +51,7 @@ class EqualCopies:
         self._ranks = layers.ranks if layers is not None else ()
         self._places = [axis.ranks.index(rank) for rank in self._ranks] if axis is not None else []
         self._close = close
-        self._found: list[list[Arriving]] = []
+        self._found: Arriving | None = None
 
     @property
     def count(self) -> int:
@@ -90,11 +90,12 @@ class EqualCopies:
     def note(self, sums: torch.Tensor) -> None:
         """Keep the sum of ``message`` over the ranks of the axis, and over the ranks of its shards, for ``refusal``; local."""
         if has_values(sums):
-            self._found = [[Arriving(row[place]) for place in self._places] for row in sums.view(3, self.size)]
+            self._found = Arriving(sums.view(3, self.size))
 
     def refusal(self) -> str:
         """Return an error if the loss or the gradients of the last step differed; "" otherwise, or if they were not finite. Local."""
-        rows, self._found = [[value.read() for value in row] for row in self._found], []
+        rows, self._found = self._found.read() if self._found is not None else [], None
+        rows = [[row[place] for place in self._places] for row in rows]
         name, numbers = next((entry for entry in zip(_NAMES, rows, strict=False) if self._differ(entry[1])), ("", []))
         if not name:
             return ""
