@@ -131,14 +131,15 @@ def _error(expected: torch.Tensor | None, found: torch.Tensor | None, weight: fl
 
 
 def with_uneven_labels(model: nn.Module, given: Mapping[str, Any], count: int) -> Mapping[str, Any]:
-    """Return the arguments with half of the first part's labels masked where labels are tokens, so that the parts' weights differ, and with
-    one answer behind its sequence; ``given`` itself where nothing may be masked.
+    """Return the arguments with half of the first part's labels masked where labels are tokens, so that the parts' weights differ, with one
+    answer behind its sequence, and with three quarters of the last part's tokens as padding if no part has any: a loss may be a mean over
+    the tokens that ``attention_mask`` keeps. Return ``given`` itself where nothing may be masked.
 
     A model of a script may not know ``IGNORED``. On an accelerator an unknown label would end the process, so labels of such a model change
     only if they have some already.
     """
     found: dict[str, torch.Tensor] = {}
-    labels, tokens = given.get("labels"), given.get("input_ids")
+    labels, tokens, kept = given.get("labels"), given.get("input_ids"), given.get("attention_mask")
     if isinstance(labels, torch.Tensor) and not labels.is_floating_point() and labels.dim() > 1 and given.get("num_items_in_batch") is None:
         found["labels"] = labels.clone()
         found["labels"][: labels.shape[0] // count, labels.shape[1] // 2 :] = IGNORED
@@ -148,8 +149,12 @@ def with_uneven_labels(model: nn.Module, given: Mapping[str, Any], count: int) -
                 found[name] = positions.clone()
                 found[name][0] = tokens.shape[1]
     known = type(model).__module__.startswith("transformers.") or (isinstance(labels, torch.Tensor) and bool((labels == IGNORED).any()))
-    safe = known or all(value.device.type == "cpu" for value in found.values())
-    return {**given, **found} if found and safe else given
+    if not known and any(value.device.type != "cpu" for value in found.values()):
+        found = {}
+    if isinstance(kept, torch.Tensor) and kept.dim() == 2 and not kept.is_floating_point() and bool((kept == 1).all()):
+        found["attention_mask"] = kept.clone()
+        found["attention_mask"][-(kept.shape[0] // count) :, max(1, kept.shape[1] // 4) :] = 0
+    return {**given, **found} if found else given
 
 
 @contextmanager

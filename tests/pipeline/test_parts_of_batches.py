@@ -66,13 +66,16 @@ class Own(nn.Module):
         self.head = nn.Linear(8, VOCAB)
         nn.init.normal_(self.head.weight, std=1e-3)  # losses near log(VOCAB), whatever the weights of parts
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, attention_mask: Tensor | None = None) -> dict[str, Tensor]:
         hidden = self.table(input_ids)
         for layer in self.layers:
             hidden = layer(hidden)
         logits = self.head(hidden)
         if labels is None:
             return {"logits": logits}
+        if self.loss == "mean of kept tokens":
+            each = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+            return {"loss": (each * attention_mask.flatten()).sum() / attention_mask.sum(), "logits": logits}  # type: ignore[union-attr]
         options: dict[str, Any] = {
             "mean": {},
             "zeros ignored": {"ignore_index": 0},
@@ -117,6 +120,30 @@ def check_parts(kind: str, loss: str, parts: int) -> None:
     engine.destroy()
     if weights is not None:
         compare_trained(reference_of(case, run, 1), losses, norms, weights, run)
+
+
+def _masked_batch(generator: torch.Generator, rows: int) -> Batch:
+    return {**_own_batch(generator, rows), "attention_mask": torch.ones(rows, 12, dtype=torch.long)}
+
+
+def _first_row_padded(batch: Batch) -> Batch:
+    kept = batch["attention_mask"].clone()
+    kept[0, 4:] = 0
+    return {**batch, "attention_mask": kept}
+
+
+def check_padding_after_the_first_batch() -> None:
+    loss = "mean of kept tokens"
+    case = ModelCase(loss, lambda: Own("", loss), _masked_batch, lambda model, batch: model(**batch)["loss"])
+    run = Run(1, clip=0.1, steps=3)
+    losses, norms, weights, engine = train(_later(case, _first_row_padded), run, 2)
+    engine.destroy()
+    if weights is not None:
+        compare_trained(reference_of(_later(case, _first_row_padded), run, 1), losses, norms, weights, run)
+
+
+def test_a_mean_over_tokens_of_the_mask_is_recognized_without_padding_in_the_first_batch() -> None:
+    ranks.run_ranks(check_padding_after_the_first_batch, 2)
 
 
 def check_all(rows: list[tuple[str, str, int]]) -> None:
