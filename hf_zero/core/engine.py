@@ -326,13 +326,13 @@ class Engine(nn.Module):
             self.stepper.reducer.clear()
             self.stepper.trained.forget_waiting()
             self.accumulation.discarded()
-            self.spikes.loss.forget()
+            self.stepper.equal.forget()
 
     def _broke_off(self) -> None:
         """Record that a backward failed with an error: the gradients since the last optimizer step are lost; local."""
         self.accumulation.broke_off()
-        self.spikes.loss.forget()
         if self.stepper is not None:
+            self.stepper.equal.forget()
             self.stepper.trained.forget_waiting()
 
     # -- accumulation -------------------------------------------------------------------------------------------------

@@ -68,6 +68,11 @@ class EqualCopies:
         self.loss.end()
         self.inputs.end()
 
+    def forget(self) -> None:
+        """Drop the numbers since the last step, whose gradients were dropped too."""
+        self.loss.forget()
+        self.inputs.forget()
+
     def message(self, squares: torch.Tensor | None, device: torch.device) -> torch.Tensor:
         """Return the numbers of this rank for a sum over ranks; local.
 
