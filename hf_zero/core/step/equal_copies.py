@@ -55,8 +55,8 @@ class EqualCopies:
 
     @property
     def count(self) -> int:
-        """Return the number of ranks that hold whole parameters of a layer alike."""
-        return len(self._places)
+        """Return the number of ranks that hold whole parameters of a layer alike; 0 in a pipeline, where stages hold copies too."""
+        return self.size if len(self._places) == self.size else 0
 
     def compare(self, loss: StepSum, inputs: StepSum) -> None:
         """Use ``loss`` and ``inputs`` from now on as the numbers of the coming step."""
