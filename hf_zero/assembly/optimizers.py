@@ -28,6 +28,7 @@ from hf_zero.optim.elementwise import check_whole_tensors, needs_whole_tensors, 
 from hf_zero.optim.factory import build_optimizer, build_scheduler
 from hf_zero.optim.muon import muon_parameters
 from hf_zero.optim.onebit_adam import OneBitAdam
+from hf_zero.optim.own_settings import keep_settings
 from hf_zero.optim.schedules import VALID_LR_SCHEDULES
 
 
@@ -140,7 +141,7 @@ def sharded_optimizer(
         UnsupportedError: 1-bit Adam cannot be combined with one of the other settings.
     """
     if whole:
-        return WholeTensorOptimizer(inner, units, collectives, state_store, experts)
+        return WholeTensorOptimizer(inner, units, collectives, state_store, experts, keep_settings(inner))
     if not isinstance(inner, OneBitAdam):
         return ShardedOptimizer(inner, units, state_store)
     check_topology(stage, collectives.topology)

@@ -1,4 +1,4 @@
-"""Trainer with ``optim="adafactor"``: the same training as under DDP, saved and resumed on another number of ranks."""
+"""Trainer with ``optim="adafactor"`` and with bitsandbytes' optimizers: the same training as under DDP, saved and resumed."""
 
 from __future__ import annotations
 
@@ -87,3 +87,40 @@ def test_resume_on_another_number_of_ranks(places: list[tuple[int, int]], traine
         found, after = ranks.run_ranks(_resumed, world, trainer_models, tmp_path, stage, True)[0]
         trainers.assert_close(logs, found, f"stage {stage} on {world} ranks", rel=1e-3)
         trainers.assert_same_weights(weights, after, f"stage {stage} on {world} ranks")
+
+
+def _eight_bit(folder: Path, optim: str) -> None:
+    """Train an embedding of 64 x 64, whose states Trainer keeps in 32 bits, and matrices with states in 8 bits."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer
+
+    def run(config: Any, resume: str | None = None, **options: Any) -> tuple[dict[str, torch.Tensor], set[torch.dtype]]:
+        trainers.forget()
+        torch.manual_seed(0)
+        dropout = {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=64, n_layer=1, n_head=2, **dropout))
+        options |= {"optim": optim, "learning_rate": 1e-2, "max_grad_norm": 0.0}
+        trainer = Trainer(model=model, args=trainers.arguments(folder, config, **options), train_dataset=trainers.rows(24, 1))
+        trainer.train(resume_from_checkpoint=resume)
+        inner = trainer.optimizer.optimizer
+        states = getattr(inner, "inner", inner).state.items()
+        return trainers.weights_of(trainer.model), {state["state1"].dtype for param, state in states if param.shape == (64, 64)}
+
+    with trainers.clean_state():
+        weights, types = run(None)
+        assert types == {torch.float32, torch.uint8}  # of the embedding and of a projection
+        offloaded = trainers.zero_config(3, zero_force_ds_cpu_optimizer=False)
+        offloaded["zero_optimization"] |= OFFLOADED
+        saving = {"save_strategy": "steps", "save_steps": 2}
+        for config, resume in ((trainers.zero_config(2), None), (offloaded, None), (offloaded, str(folder / "checkpoint-2"))):
+            found, own = run(config, resume, **(saving if config is not offloaded else {}))
+            everyones = set().union(*trainers.on_every_rank(own))
+            assert everyones == types, (config, resume)
+            trainers.assert_same_weights(weights, found, f"{config}, {resume}", atol=3e-4)
+
+
+@pytest.mark.fast_rows("adamw_bnb_8bit")
+@pytest.mark.parametrize("optim", ["adamw_bnb_8bit", "paged_adamw_8bit", "lion_8bit"])
+def test_states_of_embeddings_in_32_bits(optim: str, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    ranks.run_ranks(_eight_bit, 2, tmp_path, optim)

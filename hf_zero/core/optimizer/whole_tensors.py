@@ -49,6 +49,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
         collectives: Network of the ranks that share the units.
         state_store: Store of the masters.
         experts: Network of the ranks that together hold all experts; None if each rank has all experts.
+        replaced: Called with the tensors that this rank updates in the place of parameters, by id of the parameter, when they are made.
     """
 
     def __init__(
@@ -58,8 +59,9 @@ class WholeTensorOptimizer(ShardedOptimizer):
         collectives: Collectives,
         state_store: StateStore | None = None,
         experts: Collectives | None = None,
+        replaced: Callable[[Mapping[int, Sequence[torch.Tensor]]], object] | None = None,
     ) -> None:
-        self._collectives, self._experts = collectives, experts
+        self._collectives, self._experts, self._replaced = collectives, experts, replaced
         self._owners: dict[str, int] = {}
         self._exchanges: list[TensorMoves] = []
         self.whole: list[WholeParam] = []
@@ -105,7 +107,10 @@ class WholeTensorOptimizer(ShardedOptimizer):
         self.own.parts.rest(entry.param for entry in self.whole)
         named = [(slot.name, param) for unit in units for slot, param in zip(unit.layout.slots, unit.params, strict=True)]
         own = {name: [self._by_name[name].param] if name in self._by_name else [] for name, _ in named}
-        replace_parameters(self.inner, {id(param): own[name] for name, param in named if param is not None})
+        others = {id(param): own[name] for name, param in named if param is not None}
+        replace_parameters(self.inner, others)
+        if self._replaced is not None:
+            self._replaced(others)
 
     def group_of_tensors(self) -> dict[int, int]:
         """Return the param group of each parameter that this rank updates, by id."""
