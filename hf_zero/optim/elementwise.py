@@ -404,14 +404,15 @@ def check_whole_tensors(inner: torch.optim.Optimizer, split: bool, offload_devic
         UnsupportedError: Tensor parallelism, or ``offload_optimizer`` to files.
     """
     kind = type(inner).__name__
-    reason = whole_tensor_reason(type(inner)) or "it looks at whole parameters"
+    bits = getattr(getattr(inner, "args", None), "optim_bits", 8)
+    reason = whole_tensor_reason(type(inner), bits) or "it looks at whole parameters"
     if split:
         raise UnsupportedError(
             f"optimizer {kind} with tensor parallelism is not provided: {reason}, and each rank of a group has a slice. Use an "
-            "element-wise optimizer (AdamW, Lion, SGD ...), or data parallelism alone"
+            "element-wise optimizer (torch.optim.AdamW, SGD ...), or data parallelism alone"
         )
     if offload_device == "nvme":
         raise UnsupportedError(
             f"optimizer {kind} with zero_optimization.offload_optimizer.device nvme is not provided: {reason}, and files hold states of "
-            "flat shards. Set the device to cpu or none, or use an element-wise optimizer (AdamW, Lion, SGD ...)"
+            "flat shards. Set the device to cpu or none, or use an element-wise optimizer (torch.optim.AdamW, SGD ...)"
         )

@@ -69,13 +69,18 @@ REFUSED: dict[str, str] = {
 }
 _QUANTIZED = "it quantizes its state in blocks of a whole parameter"
 _QUANTIZED_SUFFIXES = ("8bit", "4bit", "fp8")
+_SETTINGS = "it looks for settings of single parameters in each step (bitsandbytes' GlobalOptimManager), also with states in 32 bits"
 
 
-def whole_tensor_reason(kind: type) -> str | None:
-    """Return the reason why a class is known to need whole tensors; None for other classes."""
-    return named(kind, WHOLE_TENSOR) or next(
-        (_QUANTIZED for ancestor in kind.__mro__ if ancestor.__name__.lower().endswith(_QUANTIZED_SUFFIXES)), None
-    )
+def whole_tensor_reason(kind: type, bits: int = 8) -> str | None:
+    """Return the reason why a class is known to need whole tensors; None for other classes.
+
+    Args:
+        kind: The class.
+        bits: Bits of each number in its states, for classes that quantize: bitsandbytes derives those with 32 bits from ``Optimizer8bit``.
+    """
+    quantizes = any(ancestor.__name__.lower().endswith(_QUANTIZED_SUFFIXES) for ancestor in kind.__mro__)
+    return named(kind, WHOLE_TENSOR) or ((_QUANTIZED if bits < 32 else _SETTINGS) if quantizes else None)
 
 
 def refused_reason(kind: type) -> str | None:

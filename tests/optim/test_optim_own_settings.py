@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_zero.errors import UnsupportedError
+from hf_zero.optim.elementwise import check_whole_tensors
 from hf_zero.optim.own_settings import OwnSettings, keep_settings
 from tests.support import ranks
 from tests.support.parity import Run, full_masters, initialize, micro_step
@@ -182,3 +184,13 @@ def test_settings_of_tensors_in_the_groups_and_of_freed_ones() -> None:
         manager.override_config(others[0], "lr", 0.1)
         assert view.pid2config[id(others[0])] == {"lr": 0.1, "eps": 1e-3}
         assert len(view.pid2config) == 0 and id(params[0]) not in view.pid2config
+
+
+@pytest.mark.parametrize(("kind", "text"), [("AdamW", "settings of single parameters"), ("AdamW8bit", "in blocks of a whole parameter")])
+def test_reasons_of_refusals(kind: str, text: str) -> None:
+    import bitsandbytes
+
+    optimizer = getattr(bitsandbytes.optim, kind)([nn.Parameter(torch.ones(4))], lr=1e-3)
+    for split, device in ((True, "none"), (False, "nvme")):
+        with pytest.raises(UnsupportedError, match=text):
+            check_whole_tensors(optimizer, split, device)
