@@ -1,13 +1,10 @@
-"""Define the class of a parameter without values, and its placeholder tensors.
-
-They have shape, dtype and device; a computation that needs values raises an error that names the parameter.
-"""
+"""Define the class of a parameter without values, and its placeholder tensors, which have shape, dtype and device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from numbers import Number
 from typing import Any
 from weakref import ref
@@ -17,6 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from hf_zero.core.units.marks import is_packed
+from hf_zero.core.units.traces import tracing_now, unshard_in_trace
 from hf_zero.errors import StateError
 
 _META = torch.device("meta")
@@ -283,6 +281,8 @@ class _Empty(_Waiting):
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if tracing_now():
+            unshard_in_trace(partial(_brought, next(_empty_ones(args, kwargs))))
         if _counts_whole and func in _COUNTS:
             return _shape(args[0]).numel()
         if func in free_functions():
