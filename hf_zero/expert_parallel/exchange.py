@@ -4,6 +4,11 @@
 experts would compute each token several times. So each rank sends a part of the tokens, and the results are all-gathered. Between the two
 steps ranks have different tokens, as in data parallelism. Before and after, tensors and gradients are complete, as the split layers expect
 (``tensor_parallel/solve.py``, [Note: states]). Each token of a batch reaches its experts once, and gradients need no correction.
+
+[Note: derivatives of exchanges] A backward with ``create_graph`` (a gradient penalty) is differentiated again, so a backward calls these
+functions, not the collectives ([Note: derivatives of collectives]): an all-to-all is the derivative of the reverse one, and so are part
+and whole. All ranks must issue the same exchanges in the same order then too, and autograd orders them by the graph. So the graph of a
+backward has the same exchanges in the same chain on every rank: a rank without tokens gets the ties and the idle gradients there as well.
 """
 
 from __future__ import annotations
@@ -13,7 +18,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.units.layout import Range
@@ -32,9 +36,9 @@ class _Exchange(torch.autograd.Function):
         return exchange_rows(collectives, rows, sends, receives, label)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows = exchange_rows(ctx.collectives, gradient, ctx.receives, ctx.sends, f"{ctx.label} gradients")
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        label = f"{ctx.label} gradients"
+        rows = exchange(ctx.collectives, gradient, ctx.receives, ctx.sends, label, trained=torch.is_grad_enabled())
         return rows, None, None, None, None, None
 
 
@@ -68,16 +72,32 @@ def exchange_rows(collectives: Collectives, rows: torch.Tensor, sends: list[int]
 
 
 class _Tie(torch.autograd.Function):
-    """Identity of ``output`` whose backward also runs the graphs of ``sources``, with no gradient for them."""
+    """Identity of ``output`` whose backward also runs the graphs of ``sources``, with no gradient for them, or with zeros that depend on
+    the gradient if it is differentiated again.
+    """
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
-        ctx.others = len(sources)
+        ctx.alike = _alike(sources)
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        return gradient, *[None] * ctx.others
+        if not torch.is_grad_enabled():
+            return gradient, *[None] * len(ctx.alike)
+        return gradient, *(tie(zeros, gradient) for zeros in _zeros(ctx.alike))
+
+
+_Alike = list[tuple[torch.Size, torch.dtype, torch.device]]
+
+
+def _alike(tensors: Iterable[torch.Tensor]) -> _Alike:
+    return [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+
+
+def _zeros(alike: _Alike) -> Iterator[torch.Tensor]:
+    """Yield zeros of each shape, which occupy the memory of one element."""
+    return (torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in alike)
 
 
 def tie(output: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
@@ -93,12 +113,12 @@ class _Idle(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        ctx.alike = [(weight.shape, weight.dtype, weight.device) for weight in weights]
+        ctx.weights, ctx.alike = weights, _alike(weights)
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
-        return gradient, *(torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.alike)
+        return beside_idle(gradient, ctx.weights), *_zeros(ctx.alike)
 
 
 def beside_idle(output: torch.Tensor, weights: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -127,11 +147,24 @@ class _Join(torch.autograd.Function):
         return whole
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        total = gradient.clone(memory_format=torch.contiguous_format) if ctx.counts else torch.zeros_like(gradient).contiguous()
-        ctx.collectives.all_reduce(total, f"gradient of {ctx.label}").wait()
-        return cut(total, ctx.part), None, None, None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        return _CutSum.apply(gradient, ctx.part, ctx.collectives, ctx.counts, ctx.label), None, None, None, None  # type: ignore[no-untyped-call]
+
+
+class _CutSum(torch.autograd.Function):
+    """This rank's part of the sum over ranks of the tensors that count; backward gives these the whole of the parts' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, part: TpShard, collectives: Collectives, counts: bool, label: str) -> torch.Tensor:
+        ctx.part, ctx.collectives, ctx.counts, ctx.label = part, collectives, counts, label
+        total = whole.clone(memory_format=torch.contiguous_format) if counts else torch.zeros_like(whole).contiguous()
+        collectives.all_reduce(total, f"gradient of {label}").wait()
+        return cut(total, part)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        whole = join_experts(gradient, ctx.part, ctx.collectives, ctx.counts, ctx.label)
+        return whole * ctx.counts, None, None, None, None
 
 
 def join_experts(values: torch.Tensor, part: TpShard, collectives: Collectives, counts: bool, label: str) -> torch.Tensor:
@@ -173,12 +206,12 @@ class SharedTokens:
         own = self.own(len(rows))
         if not rows.requires_grad:
             return rows[own.start : own.stop]
-        found: torch.Tensor = _Part.apply(rows, self)  # type: ignore[no-untyped-call]
+        found: torch.Tensor = _Part.apply(rows, self, "gradients of all tokens")  # type: ignore[no-untyped-call]
         return found
 
     def whole(self, rows: torch.Tensor, count: int) -> torch.Tensor:
         """All-gather ``count`` rows, of which each rank has its part; backward gives each rank the gradient of its part. Collective."""
-        found: torch.Tensor = _Whole.apply(rows, self, count)  # type: ignore[no-untyped-call]
+        found: torch.Tensor = _Whole.apply(rows, self, count, "results of all tokens")  # type: ignore[no-untyped-call]
         return found
 
     def join(self, rows: torch.Tensor, count: int, label: str) -> torch.Tensor:
@@ -209,23 +242,22 @@ def _run(count: int, rank: int, world: int) -> Range:
 
 class _Part(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, shared: SharedTokens) -> torch.Tensor:
-        ctx.shared, ctx.count = shared, len(rows)
+    def forward(ctx: Any, rows: torch.Tensor, shared: SharedTokens, label: str) -> torch.Tensor:
+        ctx.shared, ctx.count, ctx.label = shared, len(rows), label
         own = shared.own(len(rows))
         return rows[own.start : own.stop]
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.shared.join(gradient, ctx.count, "gradients of all tokens"), None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        return _Whole.apply(gradient, ctx.shared, ctx.count, ctx.label), None, None  # type: ignore[no-untyped-call]
 
 
 class _Whole(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, shared: SharedTokens, count: int) -> torch.Tensor:
-        ctx.own = shared.own(count)
-        return shared.join(rows, count, "results of all tokens")
+    def forward(ctx: Any, rows: torch.Tensor, shared: SharedTokens, count: int, label: str) -> torch.Tensor:
+        ctx.shared = shared
+        return shared.join(rows, count, label)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
-        return gradient[ctx.own.start : ctx.own.stop], None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+        return _Part.apply(gradient, ctx.shared, "gradients of results"), None, None, None  # type: ignore[no-untyped-call]

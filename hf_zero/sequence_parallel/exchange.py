@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.graph_ops import exchange_rows, gather_from_ranks, in_graph
@@ -88,9 +87,8 @@ class _Trade(torch.autograd.Function):
         return _trade(collectives, rows)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *_trade(ctx.collectives, gradients)
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        return None, *trade(ctx.collectives, *gradients)  # [Note: derivatives of collectives]
 
 
 def _trade(collectives: Collectives, rows: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

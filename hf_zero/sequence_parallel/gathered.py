@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_zero.comm.collectives import Collectives
-from hf_zero.core.schedule.torch_internals import outside_compile
+from hf_zero.core.schedule.torch_internals import once_by, outside_compile
 from hf_zero.errors import UnsupportedError
 from hf_zero.sequence_parallel.attention import _OF_SLICES, Core, SlicedAttention, with_own_heads
 from hf_zero.sequence_parallel.blocks import Scores, added_to, attend, gradients, is_fused, merge
@@ -42,7 +41,7 @@ class _GatherKeys(torch.autograd.Function):
         return whole
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_by("attention of context parallelism")
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         layout, across = ctx.layout, ctx.across
         sizes = [gradient.numel() // across.world for gradient in gradients]
@@ -109,7 +108,7 @@ class _Causal(torch.autograd.Function):
         return attended
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_by("attention of context parallelism")
     def backward(ctx: Any, above: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         of_query, of_key, of_value = (torch.empty_like(given) for given in (query, key, value))

@@ -2,7 +2,8 @@
 
 A joined tensor is whole on every rank; each rank computes with all of it and keeps its slice of the result, so that the gradient of
 a joined tensor is a summand on each rank: backward adds them up and leaves each rank the sum for its slice. A tensor that was cut on this
-rank is remembered, so that joining it again needs no message.
+rank is remembered, so that joining it again needs no message. Backwards call functions that have a derivative themselves
+([Note: derivatives of collectives]).
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.schedule.torch_internals import outside_compile
@@ -98,13 +98,24 @@ class _Join(torch.autograd.Function):
         return _gathered(collectives, slice_, dim)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor, None]:
-        collectives, dim = ctx.collectives, ctx.dim
-        rows = gradient.unflatten(dim, (collectives.world, -1)).movedim(dim, 0).contiguous()
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor, None]:  # type: ignore[override]
+        return None, _SumOfSlices.apply(ctx.collectives, gradient, ctx.dim), None  # type: ignore[no-untyped-call]
+
+
+class _SumOfSlices(torch.autograd.Function):
+    """Reduce-scatter along a dimension; backward all-gathers."""
+
+    @staticmethod
+    def forward(ctx: Any, collectives: Collectives, summand: torch.Tensor, dim: int) -> torch.Tensor:
+        ctx.collectives, ctx.dim = collectives, dim
+        rows = summand.unflatten(dim, (collectives.world, -1)).movedim(dim, 0).contiguous()
         dtype = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
         summed = collectives.reduce_scatter(rows.to(dtype).view(-1), dtype, "joined gradients").received()
-        return None, summed.view(rows.shape[1:]).to(gradient.dtype), None
+        return summed.view(rows.shape[1:]).to(summand.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor, None]:  # type: ignore[override]
+        return None, _Join.apply(ctx.collectives, gradient, ctx.dim), None  # type: ignore[no-untyped-call]
 
 
 _join = outside_compile(_Join.apply)
@@ -166,11 +177,25 @@ class _JoinLoss(torch.autograd.Function):
         return (sums[0] / sums[1] if is_mean else sums[0]).to(loss.dtype)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        total = gradient.double().reshape(1)  # every rank has computed with the joined loss: their gradients add up
-        ctx.collectives.all_reduce(total, "loss").wait()
-        return (total.view(()) * ctx.share).to(gradient.dtype), None, None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        # Every rank has computed with the joined loss: their gradients add up.
+        added = _SumOfRanks.apply(gradient.double(), ctx.collectives, "loss")  # type: ignore[no-untyped-call]
+        return (added * ctx.share).to(gradient.dtype), None, None, None
+
+
+class _SumOfRanks(torch.autograd.Function):
+    """The sum over ranks of a tensor of one shape on all of them; backward sums its gradient in the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, summand: torch.Tensor, collectives: Collectives, label: str) -> torch.Tensor:
+        ctx.collectives, ctx.label = collectives, label
+        total = summand.clone(memory_format=torch.contiguous_format)
+        collectives.all_reduce(total.view(-1), label).wait()
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        return _SumOfRanks.apply(gradient, ctx.collectives, ctx.label), None, None  # type: ignore[no-untyped-call]
 
 
 def join_loss(collectives: Collectives, loss: torch.Tensor, counted: torch.Tensor, is_mean: bool) -> torch.Tensor:
@@ -197,14 +222,24 @@ class _JoinTokens(torch.autograd.Function):
         return layout.join(part, 1, "outputs")
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        layout: Layout = ctx.layout
-        ranks = layout.collectives.world
-        rows = layout.by_place(gradient, 1).unflatten(1, (ranks, -1)).movedim(1, 0).contiguous()
-        wide = torch.promote_types(gradient.dtype, torch.float32)
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        return _SumOfTokens.apply(gradient, ctx.layout), None  # type: ignore[no-untyped-call]
+
+
+class _SumOfTokens(torch.autograd.Function):
+    """This rank's part of the sum over ranks of tensors (batch, tokens, ...) of whole sequences; backward joins the parts' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, layout: Layout) -> torch.Tensor:
+        ctx.layout = layout
+        rows = layout.by_place(whole, 1).unflatten(1, (layout.collectives.world, -1)).movedim(1, 0).contiguous()
+        wide = torch.promote_types(whole.dtype, torch.float32)
         summed = layout.collectives.reduce_scatter(rows.view(-1), wide, "outputs").received()
-        return summed.to(gradient.dtype).view(rows.shape[1:]), None
+        return summed.to(whole.dtype).view(rows.shape[1:])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        return join_tokens(ctx.layout, gradient), None
 
 
 def join_tokens(layout: Layout, part: torch.Tensor) -> torch.Tensor:
@@ -225,10 +260,8 @@ class _GivenToAll(torch.autograd.Function):
         return whole.view_as(whole)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        total = gradient.contiguous().clone()
-        ctx.collectives.all_reduce(total, "gradients of inputs").wait()
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        total = _SumOfRanks.apply(gradient, ctx.collectives, "gradients of inputs")  # type: ignore[no-untyped-call]
         return total / ctx.collectives.world, None
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from hf_zero.comm.collectives import Collectives, Pending
+from hf_zero.core.schedule.torch_internals import once_by
 from hf_zero.errors import UnsupportedError
 from hf_zero.sequence_parallel.attention import Core
 from hf_zero.sequence_parallel.blocks import Scores, added_to, attend, gradients, merge
@@ -100,7 +100,7 @@ class _Ring(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_by("attention of context parallelism")
     def backward(ctx: Any, above: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         layout, across, rules = ctx.layout, ctx.across, ctx.rules
