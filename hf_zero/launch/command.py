@@ -192,7 +192,10 @@ def _standard(options: argparse.Namespace, hosts: list[Host], environ: Mapping[s
 
 
 def _torchrun(options: argparse.Namespace, hosts: list[Host], number: int, over_ssh: bool) -> Command:
-    """Return the torchrun command for the host ``number``; over ssh, ranks start with output of their own (``rank``)."""
+    """Return the torchrun command for the host ``number``; over ssh, ranks start with output of their own (``rank``).
+
+    Two hyphens end torchrun's flags. Without them its parser rejects an argument of the script that several of its flags begin with (--r).
+    """
     host = hosts[number]
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(len(host.slots))]
     words += ["--nnodes", str(len(hosts)), "--node_rank", str(number)]
@@ -201,10 +204,12 @@ def _torchrun(options: argparse.Namespace, hosts: list[Host], number: int, over_
         words += ["--log_dir", options.enable_each_rank_log, "--redirects", "3"]
     words += flags.words_of(options, "launcher_args")
     with_local_rank = rank.wants_local_rank(options)
+    kind = ["--module"] if options.module else ["--no_python"] if options.no_python else []
     if with_local_rank or over_ssh:
-        words += ["--no_python", sys.executable, "-m", rank.__name__, *(["--local_rank"] if with_local_rank else [])]
-    words += [*(["--module"] if options.module else []), *(["--no_python"] if options.no_python else []), options.script]
-    return Command([*words, *options.script_args], _visible(host))
+        words += ["--no_python", "--", sys.executable, "-m", rank.__name__, *(["--local_rank"] if with_local_rank else []), *kind]
+    else:
+        words += [*kind, "--"]
+    return Command([*words, options.script, *options.script_args], _visible(host))
 
 
 def _over_ssh(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str, str]) -> nodes.Job:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -18,6 +19,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.launch import nodes, placement, rank
 from hf_zero.launch.hosts import read_hostfile
 from hf_zero.launch.placement import export_placement, find_placement, first_host, require_address
+from tests.support.processes import MOST_SECONDS, REPO, environment
 
 # What the launchers set on rank 1 of 4, two on each of two hosts (from Open MPI 4.1 and MPICH 4.0; MVAPICH2 and Slurm by their manuals).
 OPEN_MPI = {
@@ -151,11 +153,11 @@ def dry(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def test_one_host(capsys: pytest.CaptureFixture[str], hostfile: str) -> None:
     start = "python -m torch.distributed.run --nproc_per_node 2 --nnodes 1 --node_rank 0 --master_addr 127.0.0.1 --master_port 29500"
-    assert dry(capsys, "--num_gpus", "2", "train.py", "--lr", "1e-3") == f"{start} train.py --lr 1e-3"
-    assert dry(capsys, "--num_gpus=2", "--module", "pkg.train", "--include") == f"{start} --module pkg.train --include"
-    assert dry(capsys, "--num_gpus", "2", "--no_python", "./run.sh") == f"{start} --no_python ./run.sh"
+    assert dry(capsys, "--num_gpus", "2", "train.py", "--lr", "1e-3") == f"{start} -- train.py --lr 1e-3"
+    assert dry(capsys, "--num_gpus=2", "--module", "pkg.train", "--include") == f"{start} --module -- pkg.train --include"
+    assert dry(capsys, "--num_gpus", "2", "--no_python", "./run.sh") == f"{start} --no_python -- ./run.sh"
     chosen = dry(capsys, "--num_gpus", "4", "--include", "localhost:1,3", "--master_port", "1", "train.py")
-    assert chosen == f"CUDA_VISIBLE_DEVICES=1,3 {start[:-5]}1 train.py"
+    assert chosen == f"CUDA_VISIBLE_DEVICES=1,3 {start[:-5]}1 -- train.py"
 
 
 def test_scripts_that_declare_it_are_given_their_local_rank(
@@ -165,7 +167,7 @@ def test_scripts_that_declare_it_are_given_their_local_rank(
     script.write_text('parser.add_argument("--local_rank", type=int, default=-1)', encoding="utf-8")
     other.write_text('rank = os.environ["LOCAL_RANK"]  # not --local_rank', encoding="utf-8")
     found = dry(capsys, "--num_gpus", "2", str(script), "--lr", "1")
-    assert found.endswith(f" --no_python python -m hf_zero.launch.rank --local_rank {script} --lr 1")
+    assert found.endswith(f" --no_python -- python -m hf_zero.launch.rank --local_rank {script} --lr 1")
     for words in ((str(other),), ("--no_local_rank", str(script))):
         assert "hf_zero.launch" not in dry(capsys, "--num_gpus", "2", *words)
     monkeypatch.setattr(sys, "argv", ["rank.py", "--local_rank", str(script), "--lr", "1"])
@@ -195,7 +197,7 @@ def test_every_launcher(capsys: pytest.CaptureFixture[str], hostfile: str, monke
         f"MASTER_PORT=7 srun --nodes 3 --ntasks-per-node 8 --export=ALL python -u train.py{rest}"
     )
     second = dry(capsys, *where, "--node_rank", "1", "train.py")
-    assert "--nproc_per_node 2 --nnodes 2 --node_rank 1 --master_addr worker-1 --master_port 29500 train.py" in second
+    assert "--nproc_per_node 2 --nnodes 2 --node_rank 1 --master_addr worker-1 --master_port 29500 -- train.py" in second
 
 
 def test_filters(capsys: pytest.CaptureFixture[str], hostfile: str) -> None:
@@ -259,7 +261,7 @@ def test_several_hosts_are_started_over_ssh(launcher: list[str], hostfile: str, 
     assert printed[2].endswith(" -- worker-2") and printed[4].startswith("# with these variables: ")
     for number, command in enumerate((printed[1], printed[3])):
         alone = dry(capsys, "--no_ssh", "--node_rank", str(number), *words)
-        assert command == alone.replace(" train.py", " --no_python python -m hf_zero.launch.rank train.py")
+        assert command == alone.replace(" -- train.py", " --no_python -- python -m hf_zero.launch.rank train.py")
     assert (
         printed[1].startswith("CUDA_VISIBLE_DEVICES=1 ") and "--nproc_per_node 2 --nnodes 2 --node_rank 1 --master_addr wor" in printed[3]
     )
@@ -291,12 +293,34 @@ def test_arguments_of_the_script_are_no_abbreviations_of_flags(capsys: pytest.Ca
     assert capsys.readouterr().out.strip().endswith(f"train.py {' '.join(words)}")
 
 
+@pytest.mark.parametrize(
+    ("flags", "declared"),
+    [([], ""), ([], "'--local_rank'"), (["--module"], ""), (["--no_python"], "")],
+    ids=["script", "local_rank", "module", "program"],
+)
+def test_ranks_are_given_arguments_that_torchruns_flags_begin_with(flags: list[str], declared: str, tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    script = tmp_path / "told.py"
+    script.write_text(f"#!{sys.executable}\nimport os, sys  # {declared}\nopen('told-' + os.environ['RANK'], 'w').write(repr(sys.argv[1:]))\n")
+    script.chmod(0o755)
+    name = {"--module": "told", "--no_python": str(script)}.get("".join(flags), "told.py")
+    words = ["--r", "16", "--log", "x", "--local", "1", "--n", "3", "--max=3", "--no", "1", "--d", "1", "-m", "--", "--nnodes", "7"]
+    launch = [sys.executable, "-m", "hf_zero", "launch", "--num_gpus", "2", "--master_port", str(port), *flags, name, *words]
+    env = environment({"PYTHONPATH": os.pathsep.join((str(REPO), str(tmp_path)))})
+    done = subprocess.run(launch, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=MOST_SECONDS, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr
+    for number in range(2):
+        assert (tmp_path / f"told-{number}").read_text() == repr([*([f"--local_rank={number}"] if declared else []), *words])
+
+
 def test_deepspeeds_command_is_ours_or_a_real_ones(
     hostfile: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["--num_gpus", "2", "--launcher", "pdsh", "train.py", "--deepspeed_config", "ds.json"]
     assert launcher.main(["--dry_run", *words]) == 0
-    assert capsys.readouterr().out.endswith("--master_port 29500 train.py --deepspeed_config ds.json\n")
+    assert capsys.readouterr().out.endswith("--master_port 29500 -- train.py --deepspeed_config ds.json\n")
     monkeypatch.setattr(launcher, "alias_is_active", lambda: False)
     seen: list[list[str]] = []
     real = types.SimpleNamespace(main=seen.append)

@@ -134,11 +134,12 @@ from pathlib import Path
 parser = argparse.ArgumentParser()
 parser.add_argument("--local_rank", type=int)
 parser.add_argument("--text")
+parser.add_argument("--r")
 options = parser.parse_args()
 rank = int(os.environ["RANK"])
 child = subprocess.Popen(["sleep", "1000"], start_new_session=True)  # leaves the rank's group and session
 lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if os.access(path, os.R_OK) and path.exists()]
-told = {"rank": rank, "local": options.local_rank, "text": options.text, "host": os.environ["HOST"], "pids": [os.getpid(), child.pid],
+told = {"rank": rank, "local": options.local_rank, "text": options.text + options.r, "host": os.environ["HOST"], "pids": [os.getpid(), child.pid],
         "secrets": {name: os.environ[name] for name in json.loads(Path("names").read_text())}, "cwd": os.getcwd(),
         "shown": any(b"S3CRET" in line for line in lines), "lines": len(lines), "own": os.environ.get("AWS_OWN"),
         "places": [name for name in os.environ if name in ("HF_ZERO_OUTPUTS", "HF_ZERO_REPORT")]}
@@ -178,7 +179,7 @@ def test_one_command_starts_two_hosts(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    words = ["--hostfile", "hosts", "--master_addr", "127.0.0.1", "--master_port", str(port), "train.py", "--text", "a 'b' $c"]
+    words = ["--hostfile", "hosts", "--master_addr", "127.0.0.1", "--master_port", str(port), "train.py", "--text", "a 'b' $c", "--r", "16"]
     env = environment({"PYTHONPATH": str(REPO), "HOME": str(tmp_path), "AWS_OWN": "1", **SECRETS, "PYTHONUNBUFFERED": "1"})
     env.pop("FILE_TOKEN")
     env["PATH"] = os.pathsep.join((str(program.parent), env["PATH"]))
@@ -195,7 +196,7 @@ def test_one_command_starts_two_hosts(tmp_path: Path) -> None:
     assert [(told[rank]["host"], told[rank]["local"]) for rank in range(3)] == [("node-a", 0), ("node-b", 0), ("node-b", 1)]
     for found in told.values():
         assert found["secrets"] == SECRETS and not found["shown"] and found["lines"] > 6 and found["own"] is None
-        assert (found["text"], found["cwd"], found["places"]) == ("a 'b' $c", str(tmp_path), [])
+        assert (found["text"], found["cwd"], found["places"]) == ("a 'b' $c16", str(tmp_path), [])
         assert not any(map(alive, found["pids"])), "a process of a rank, or a child of it, is left"
     assert "[node-a] Welcome to node-a" in done.stdout.splitlines()
     errors = done.stderr.splitlines()
