@@ -189,5 +189,5 @@ def _measures(
         runtime.keep(metrics)
         found.append(metrics.measure)
     if own.trace_folder is not None:
-        clock.watchers.append(RecordedStep(Path(own.trace_folder), own.trace_step, global_rank(), module, device).phase)
+        clock.watchers.append(RecordedStep(Path(own.trace_folder), own.trace_step, global_rank(), device).phase)
     return found

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from hf_zero.errors import ConfigError
@@ -153,20 +152,18 @@ class RecordedStep:
         folder: Folder of the recordings; created if it does not exist.
         step: Number of optimizer steps before the recorded one.
         rank: Number of this rank.
-        module: The user's module; its evaluations do not count as training steps.
         device: The training device.
 
     Raises:
         ConfigError: The folder cannot be created.
     """
 
-    def __init__(self, folder: Path, step: int, rank: int, module: nn.Module, device: torch.device) -> None:
+    def __init__(self, folder: Path, step: int, rank: int, device: torch.device) -> None:
         try:
             own_files.make_folders(folder)
         except OSError as error:
             raise ConfigError(f"hf_zero.trace_folder is {str(folder)!r}, which cannot be created: {error}") from error
         self._path = folder / f"rank{rank}.json"
-        self._module = module
         self._left = step
         self._activities = [ProfilerActivity.CPU]
         if device.type != "cpu":
@@ -177,7 +174,7 @@ class RecordedStep:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Watch one phase of the engine: recording begins with a training forward and ends with the next ``step``."""
-        trains = name != "forward" or (self._module.training and torch.is_grad_enabled())
+        trains = name != "forward" or torch.is_grad_enabled()
         if self._left == 0 and self._profile is None and name == "forward" and trains:
             self._begin()
         yield

@@ -119,7 +119,7 @@ class StepMetrics:
         on_disk: Callable[[], int],
     ) -> None:
         self._slow_ranks = slow_ranks
-        self._module, self._device, self._on_disk = module, device, on_disk
+        self._device, self._on_disk = device, on_disk
         self._every, self._sharers = own.step_metrics, sharers
         self._waits = WaitTimes(device, blocks_host)
         self._peak = own.peak_tflops or _known_peak(device)
@@ -139,7 +139,7 @@ class StepMetrics:
 
     def _see(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Count tokens and samples of a training forward."""
-        if not (module.training and torch.is_grad_enabled()) or in_backward():
+        if not torch.is_grad_enabled() or in_backward():
             return
         tokens, samples = batch_size(args, kwargs)
         self._window.tokens += tokens
@@ -152,7 +152,7 @@ class StepMetrics:
     def phase(self, name: str) -> Iterator[None]:
         """Watch one phase of the engine; the phase ``aside`` counts time that belongs to no step."""
         begin = time.perf_counter()
-        if name == "aside" or (name == "forward" and not (self._module.training and torch.is_grad_enabled())):
+        if name == "aside" or (name == "forward" and not torch.is_grad_enabled()):
             if self._aside is None:
                 self._aside = self._left if self._left is not None else begin
             yield

@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_zero.config.schema import monitoring
 from hf_zero.core.step.progress import Clock
-from hf_zero.observe import global_rank
+from hf_zero.observe import global_rank, warn_once
 from hf_zero.profiling.costs import OperationCounter, count_params
 from hf_zero.profiling.flops_profiler import FlopsProfiler
 from hf_zero.profiling.report import duration_to_string, flops_text, params_to_string, rate_text, report_text, write_report
@@ -65,8 +65,11 @@ class ProfilingClock(Clock):
             profile.seconds[name] = profile.seconds.get(name, 0.0) + self.now() - start
 
     def _trains(self, name: str) -> bool:
-        """Return whether the phase ``name`` belongs to a training step; forwards of evaluations do not."""
-        return name != "forward" or (self.profiler.model.training and torch.is_grad_enabled())
+        """Return whether the phase ``name`` belongs to a training step; forwards without gradients, of evaluations, do not.
+
+        The mode of the model tells nothing: a model of ``from_pretrained`` is in eval mode, and trains so if no one calls ``train()``.
+        """
+        return name != "forward" or torch.is_grad_enabled()
 
     @contextmanager
     def _counting(self, name: str) -> Iterator[StepProfile]:
@@ -88,10 +91,16 @@ class ProfilingClock(Clock):
             yield profile
 
     def end_step(self, step: int, samples: int, offloaded: Mapping[str, int]) -> None:
-        """Print the times of the phases, and the report if the step was profiled."""
+        """Print the times of the phases, and the report if the step was profiled; warn if the engine ran no forward in it."""
         super().end_step(step, samples, offloaded)
         profile, self.profile = self.profile, None
-        if profile is None or not profile.micro_steps:
+        if profile is None:
+            return
+        if not profile.micro_steps:
+            warn_once(
+                f"flops_profiler has no report: optimizer step {self._section.profile_step} (counted from 0) had no forward of the engine "
+                "with gradients. Forwards are counted if the script calls the engine, not the module in it, with gradients enabled"
+            )
             return
         section = self._section
         title = f"hf_zero flops profiler, optimizer step {self._section.profile_step} (counted from 0), rank 0 of {self._ranks}"

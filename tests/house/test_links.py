@@ -81,7 +81,7 @@ def _monitor(target: Path) -> None:
 
 
 def _recorded(target: Path) -> None:
-    step = RecordedStep(target, 0, 0, torch.nn.Linear(2, 2), torch.device("cpu"))
+    step = RecordedStep(target, 0, 0, torch.device("cpu"))
     for phase in ("forward", "step"):
         with step.phase(phase):
             torch.ones(2) + 1

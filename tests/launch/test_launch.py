@@ -303,7 +303,8 @@ def test_ranks_are_given_arguments_that_torchruns_flags_begin_with(flags: list[s
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     script = tmp_path / "told.py"
-    script.write_text(f"#!{sys.executable}\nimport os, sys  # {declared}\nopen('told-' + os.environ['RANK'], 'w').write(repr(sys.argv[1:]))\n")
+    body = "open('told-' + os.environ['RANK'], 'w').write(repr(sys.argv[1:]))"
+    script.write_text(f"#!{sys.executable}\nimport os, sys  # {declared}\n{body}\n")
     script.chmod(0o755)
     name = {"--module": "told", "--no_python": str(script)}.get("".join(flags), "told.py")
     words = ["--r", "16", "--log", "x", "--local", "1", "--n", "3", "--max=3", "--no", "1", "--d", "1", "-m", "--", "--nnodes", "7"]

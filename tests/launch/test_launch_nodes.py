@@ -139,7 +139,8 @@ options = parser.parse_args()
 rank = int(os.environ["RANK"])
 child = subprocess.Popen(["sleep", "1000"], start_new_session=True)  # leaves the rank's group and session
 lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if os.access(path, os.R_OK) and path.exists()]
-told = {"rank": rank, "local": options.local_rank, "text": options.text + options.r, "host": os.environ["HOST"], "pids": [os.getpid(), child.pid],
+told = {"rank": rank, "local": options.local_rank, "text": options.text + options.r, "host": os.environ["HOST"],
+        "pids": [os.getpid(), child.pid],
         "secrets": {name: os.environ[name] for name in json.loads(Path("names").read_text())}, "cwd": os.getcwd(),
         "shown": any(b"S3CRET" in line for line in lines), "lines": len(lines), "own": os.environ.get("AWS_OWN"),
         "places": [name for name in os.environ if name in ("HF_ZERO_OUTPUTS", "HF_ZERO_REPORT")]}

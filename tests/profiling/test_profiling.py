@@ -21,6 +21,7 @@ from hf_zero.profiling.costs import COUNTED, CostRecorder, OperationCounter
 from hf_zero.profiling.flops_profiler import FlopsProfiler, get_model_profile
 from hf_zero.profiling.report import duration_to_string, flops_to_string, macs_to_string, number_to_string, params_to_string
 from tests.support import ranks
+from tests.support.logged import messages_of_log
 from tests.support.models import CASES
 
 hf_zero.deepspeed.install_as_deepspeed()  # before other libraries look whether there is one
@@ -364,3 +365,33 @@ def test_profile_goes_to_a_file_and_eval_engines_have_none(tmp_path: Path) -> No
     answers = ranks.run_ranks(_profile_of_an_engine, 1, 2, {"enabled": "true", "profile_step": 0, "output_file": str(path)})
     assert answers[0][1] == "" and "optimizer step 0" in path.read_text()
     assert "deepspeed" not in sys.modules or hasattr(sys.modules["deepspeed"], "profiling")
+
+
+def _profile_in_eval_mode(path: str, calls_engine: bool) -> tuple[list[str], str]:
+    """Lines that rank 0 logs in two steps of a model in eval mode, of which the second is profiled, and the report in ``path``."""
+    import hf_zero
+
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 2},
+        "flops_profiler": {"enabled": True, "profile_step": 1, "output_file": path},
+    }
+    engine, *_ = hf_zero.initialize(model=nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2)).eval(), config=config)
+    with messages_of_log() as lines:
+        for step in range(3):
+            with torch.no_grad():
+                engine(torch.ones(2, 8))  # of an evaluation
+            forward = engine if calls_engine or step != 1 else engine.module
+            engine.backward(forward(torch.ones(2, 8)).sum())
+            engine.step()
+    assert not engine.module.training
+    return [line for line in lines if "flops_profiler" in line], Path(path).read_text() if Path(path).exists() else ""
+
+
+def test_a_model_in_eval_mode_that_trains_is_profiled(tmp_path: Path) -> None:
+    lines, text = ranks.run_ranks(_profile_in_eval_mode, 1, str(tmp_path / "flops.txt"), True)[0]
+    assert not lines and "optimizer step 1" in text
+    assert re.search(r"micro-steps +1\n", text) and f"forward operations per rank                 {flops_to_string(2 * 2 * 40)}" in text
+    lines, text = ranks.run_ranks(_profile_in_eval_mode, 1, str(tmp_path / "none.txt"), False)[0]
+    assert not text and len(lines) == 1 and "optimizer step 1 (counted from 0) had no forward of the engine" in lines[0]
