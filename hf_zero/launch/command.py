@@ -13,13 +13,14 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 
 from hf_zero.errors import ConfigError
 from hf_zero.launch import flags, nodes, rank, ssh
 from hf_zero.launch import hosts as host_lists
 from hf_zero.launch.flags import DEFAULT_HOSTFILE
-from hf_zero.launch.hosts import Host
+from hf_zero.launch.hosts import VISIBLE, Host
 from hf_zero.launch.placement import DEFAULT_PORT
 from hf_zero.launch.rank import VARIABLE
 from hf_zero.system.text_file import read_text_file
@@ -117,7 +118,7 @@ def launch(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"--launcher {options.launcher} needs {command.words[0]}, which is not on PATH; install it, or use another launcher"
         )
-    _tell_of_another_host(options)
+    _tell_of_hosts(options)
     sys.stdout.flush()
     # Run the user's command without a shell.
     environment = {**command.environment(os.environ), VARIABLE: str(os.getpid())}  # exec keeps the process ID
@@ -125,15 +126,24 @@ def launch(options: argparse.Namespace) -> int:
     return 0  # never reached
 
 
-def _tell_of_another_host(options: argparse.Namespace) -> None:
-    """Tell that a single host of another name is not started over ssh, as in DeepSpeed's launcher, unless ``--log_level`` hides notes."""
+def _tell_of_hosts(options: argparse.Namespace) -> None:
+    """Tell that a single host of another name is not started over ssh, as in DeepSpeed's launcher, or that slots are counted within
+    CUDA_VISIBLE_DEVICES, which DeepSpeed's launcher ignores beside a filter; unless ``--log_level`` hides notes.
+    """
     if options.log_level not in ("debug", "info"):
         return
-    if options.launcher in ("", *flags.OVER_SSH) and not options.no_ssh and options.node_rank < 0:
-        host = find_hosts(options)[0].name
-        if not nodes.is_this_machine(host):
+    hosts = find_hosts(options, os.environ)
+    for host in hosts:
+        if host.chosen and host.shown:
             print(
-                f"[hf_zero] the ranks of {host} start on this machine, {platform.node()}, because a single host is not started over ssh; "
+                f"[hf_zero] slots are counted within {VISIBLE}={','.join(host.shown)}; the ranks get {_visible(host)[VISIBLE]}",
+                file=sys.stderr,
+            )
+    if options.launcher in ("", *flags.OVER_SSH) and not options.no_ssh and options.node_rank < 0:
+        name = hosts[0].name
+        if not nodes.is_this_machine(name):
+            print(
+                f"[hf_zero] the ranks of {name} start on this machine, {platform.node()}, because a single host is not started over ssh; "
                 "--force_multi starts it over ssh",
                 file=sys.stderr,
             )
@@ -146,13 +156,17 @@ def build_command(options: argparse.Namespace, environ: Mapping[str, str]) -> Co
         ConfigError: Hosts or flags do not fit together; the message names the flag, or the line of the hostfile.
     """
     flags.check(options)
-    hosts = find_hosts(options)
+    hosts = find_hosts(options, environ)
     return _over_ssh(options, hosts, environ) if flags.uses_ssh(options, hosts) else _COMMANDS[options.launcher](options, hosts, environ)
 
 
-def find_hosts(options: argparse.Namespace) -> list[Host]:
-    """Return the hosts of the job after the filters; a job on this machine only has one host named localhost."""
-    path = options.hostfile or (DEFAULT_HOSTFILE if Path(DEFAULT_HOSTFILE).is_file() else "")
+def find_hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> list[Host]:
+    """Return the hosts of the job after the filters; a job on this machine only has one host named localhost.
+
+    The slots of localhost are those of the devices that ``environ`` shows, so that no rank gets a device outside of its
+    CUDA_VISIBLE_DEVICES.
+    """
+    path = _hostfile(options.hostfile)
     if path:
         hosts = host_lists.read_hostfile(path)
         slots = options.num_gpus
@@ -161,7 +175,7 @@ def find_hosts(options: argparse.Namespace) -> list[Host]:
     else:
         if options.num_nodes > 1:
             raise ConfigError(f"--num_nodes is {options.num_nodes}, but there is no hostfile; give one with --hostfile")
-        hosts = [Host(_LOCAL, tuple(range(options.num_gpus or _devices())))]
+        hosts = [Host(_LOCAL, tuple(range(options.num_gpus or _devices())), shown=_shown(environ))]
         slots = 0
     if options.include:
         hosts = host_lists.include(hosts, options.include)
@@ -170,6 +184,32 @@ def find_hosts(options: argparse.Namespace) -> list[Host]:
         if not hosts:
             raise ConfigError(f"--exclude {options.exclude} leaves no host")
     return host_lists.limit(hosts, options.num_nodes, slots)
+
+
+def _hostfile(given: str | None) -> str:
+    """Return the path of the hostfile; "" for a job on this machine alone: no file is given, or one that stands for none.
+
+    Raises:
+        ConfigError: The file that was given does not exist. DeepSpeed would train on this machine alone.
+    """
+    if given in (None, DEFAULT_HOSTFILE):
+        return DEFAULT_HOSTFILE if Path(DEFAULT_HOSTFILE).is_file() else ""
+    if given in ("", os.devnull):
+        return ""
+    if not os.path.exists(given):
+        raise ConfigError(
+            f"--hostfile is {given!r}, and there is no such file; correct the path, or leave --hostfile out (or give {os.devnull}) to "
+            "train on this machine alone"
+        )
+    return given
+
+
+def _shown(environ: Mapping[str, str]) -> tuple[str, ...] | None:
+    """Return the devices in CUDA_VISIBLE_DEVICES, numbers or UUIDs; None if it is not set. As in CUDA, one that is none ends the list."""
+    if VISIBLE not in environ:
+        return None
+    names = map(str.strip, environ[VISIBLE].split(","))
+    return tuple(takewhile(lambda name: name not in ("", "NoDevFiles") and not name.startswith("-"), names))
 
 
 def _devices() -> int:
@@ -214,7 +254,8 @@ def _torchrun(options: argparse.Namespace, hosts: list[Host], number: int, over_
 
 def _over_ssh(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str, str]) -> nodes.Job:
     """Return the nodes that are started over ssh: torchrun on each host."""
-    own = {name: environ[name] for name in (*names_passed_on(environ), *_PATHS) if name in environ}
+    of_this_machine = (VISIBLE,) if _is_local(hosts) else ()
+    own = {name: environ[name] for name in (*names_passed_on(environ), *_PATHS, *of_this_machine) if name in environ}
     variables = {**own, **read_environment_files(environ)}
     started, first_rank = [], 0
     for number, host in enumerate(hosts):
@@ -257,7 +298,22 @@ def _own_node_rank(options: argparse.Namespace, hosts: list[Host]) -> int:
 
 
 def _visible(host: Host) -> dict[str, str]:
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, host.slots))} if host.chosen else {}
+    """Return the variable that shows the ranks of ``host`` the slots that a filter chose; nothing if there was no filter.
+
+    Raises:
+        ConfigError: A slot lies outside of the devices that this machine's own CUDA_VISIBLE_DEVICES shows.
+    """
+    if not host.chosen:
+        return {}
+    if host.shown is None:
+        return {VISIBLE: ",".join(map(str, host.slots))}
+    outside = [slot for slot in host.slots if slot >= len(host.shown)]
+    if outside and host.shown:
+        raise ConfigError(
+            f"slot {outside[0]} of {host.name} is none of the devices of {VISIBLE}={','.join(host.shown)}; slots are counted within it, so "
+            f"0 to {len(host.shown) - 1} are allowed. Choose others, or unset {VISIBLE}"
+        )
+    return {} if outside else {VISIBLE: ",".join(host.shown[slot] for slot in host.slots)}
 
 
 def _open_mpi(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str, str]) -> Command:

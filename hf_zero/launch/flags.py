@@ -24,6 +24,7 @@ _REFUSED = {
     "--bind_cores_to_rank": (0, 'torchrun binds ranks: --launcher_args="--numa-binding node"'),
     "--bind_core_list": (1, 'torchrun binds ranks: --launcher_args="--numa-binding node"'),
 }
+_UNSET = "-1"  # DeepSpeed's default of flags with a number
 _OF_SLURM = ("comment", "account")
 
 
@@ -37,17 +38,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "-H",
         "--hostfile",
-        help=f"file with lines like 'worker-1 slots=4' (default {DEFAULT_HOSTFILE} if it exists; else only this machine)",
+        help=f"file with lines like 'worker-1 slots=4' (default {DEFAULT_HOSTFILE} if it exists; else, and for /dev/null, this machine)",
     )
     add("-i", "--include", default="", help="hosts and slots to use: worker-0@worker-1:0,2")
     add("-e", "--exclude", default="", help="hosts and slots to exclude; cannot be combined with --include")
-    add("--num_nodes", type=_count, default=0, help="use the first N hosts")
+    add("--num_nodes", type=_most, default=0, help="use the first N hosts (default, and -1: all)")
     add(
         "--num_gpus",
         "--num_accelerators",
         type=_slots,
         default=0,
-        help="ranks per host (default: the slots of the host, or the devices of this machine)",
+        help="ranks per host (default, and -1: the slots of the host, or the devices of this machine)",
     )
     add("--master_addr", default="", help="host of rank 0 (default: the first one)")
     add("--master_port", type=_count, default=DEFAULT_PORT, help=f"port of rank 0 (default {DEFAULT_PORT})")
@@ -94,8 +95,13 @@ def _count(text: str) -> int:
     return number
 
 
+def _most(text: str) -> int:
+    """Return the number of hosts or slots in ``text``; 0, which means all, for the -1 that is DeepSpeed's default."""
+    return 0 if text.strip() == _UNSET else _count(text)
+
+
 def _slots(text: str) -> int:
-    number = _count(text)
+    number = _most(text)
     if number > MOST_SLOTS:
         raise argparse.ArgumentTypeError(f"{text} is above the limit of {MOST_SLOTS} ranks on one host")
     return number
@@ -108,7 +114,7 @@ def check(options: argparse.Namespace) -> None:
         ConfigError: The message names the flags, and what to use instead.
     """
     for flag, (_, instead) in _REFUSED.items():
-        if getattr(options, flag[2:]) is not None:
+        if getattr(options, flag[2:]) not in (None, _UNSET):
             raise ConfigError(f"{flag} is not supported: {instead}")
     if options.module and options.no_python:
         raise ConfigError("--module and --no_python exclude each other, because a module needs python; remove one of them")

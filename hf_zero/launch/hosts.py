@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hf_zero.errors import ConfigError
 from hf_zero.system.text_file import read_text_file
 
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 MOST_SLOTS = 4096
 """Largest number of slots of one host: more than any machine has devices, and few enough to list."""
 _LINE = re.compile(r"(?P<host>[A-Za-z0-9][A-Za-z0-9._-]*)\s+slots=(?P<slots>[0-9]+)", re.ASCII)
@@ -16,11 +17,19 @@ _LINE = re.compile(r"(?P<host>[A-Za-z0-9][A-Za-z0-9._-]*)\s+slots=(?P<slots>[0-9
 
 @dataclass(frozen=True)
 class Host:
-    """A machine and the indices of its devices that are used; ``chosen`` is True if a filter selected them by index."""
+    """A machine and the indices of its devices that are used.
+
+    Attributes:
+        name: Name of the machine.
+        slots: Indices of the devices, one for each rank.
+        chosen: Whether a filter selected them by index.
+        shown: For this machine: the devices of its CUDA_VISIBLE_DEVICES, which the slots index; None if all devices are visible.
+    """
 
     name: str
     slots: tuple[int, ...]
     chosen: bool = False
+    shown: tuple[str, ...] | None = None
 
 
 def read_hostfile(path: str) -> list[Host]:
@@ -73,7 +82,7 @@ def include(hosts: list[Host], text: str) -> list[Host]:
     """
     known = {host.name: host for host in hosts}
     picked = _parse(text, known, "--include")
-    return [Host(name, slots, True) if slots is not None else known[name] for name, slots in picked.items()]
+    return [replace(known[name], slots=slots, chosen=True) if slots is not None else known[name] for name, slots in picked.items()]
 
 
 def exclude(hosts: list[Host], text: str) -> list[Host]:
@@ -88,7 +97,7 @@ def exclude(hosts: list[Host], text: str) -> list[Host]:
         without = dropped.get(host.name, ())
         slots = () if without is None else tuple(slot for slot in host.slots if slot not in without)
         if slots:
-            left.append(Host(host.name, slots, host.chosen or bool(without)))
+            left.append(replace(host, slots=slots, chosen=host.chosen or bool(without)))
     return left
 
 
@@ -113,7 +122,8 @@ def _slots(numbers: str, host: Host, what: str) -> tuple[int, ...]:
     slots = []
     for text in numbers.split(","):
         if not (text.isascii() and text.isdigit()) or _count(text) not in host.slots:
-            raise ConfigError(f"{what}: {host.name} has no slot {text!r}; it has {', '.join(map(str, host.slots))}")
+            within = f", counted within {VISIBLE}={','.join(host.shown)}" if host.shown else ""
+            raise ConfigError(f"{what}: {host.name} has no slot {text!r}; it has {', '.join(map(str, host.slots))}{within}")
         slots.append(_count(text))
     return tuple(sorted(set(slots)))
 
@@ -130,4 +140,4 @@ def limit(hosts: list[Host], nodes: int, slots: int) -> list[Host]:
     for host in chosen:
         if slots > len(host.slots):
             raise ConfigError(f"--num_gpus is {slots}, but {host.name} has only {len(host.slots)} slots")
-    return [Host(host.name, host.slots[:slots], host.chosen) for host in chosen] if slots else chosen
+    return [replace(host, slots=host.slots[:slots]) for host in chosen] if slots else chosen

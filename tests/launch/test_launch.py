@@ -16,6 +16,7 @@ import pytest
 from hf_zero.cli import main
 from hf_zero.deepspeed import launcher
 from hf_zero.errors import ConfigError
+from hf_zero.launch import command as launch_command
 from hf_zero.launch import nodes, placement, rank
 from hf_zero.launch.hosts import read_hostfile
 from hf_zero.launch.placement import export_placement, find_placement, first_host, require_address
@@ -134,7 +135,7 @@ HOSTFILE = "# two nodes\nworker-1 slots=4\n\nworker-2 slots=2 # older\n"
 
 @pytest.fixture
 def hostfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    for name in ("PYTHONPATH", "HF_HOME", "OMP_NUM_THREADS"):
+    for name in ("PYTHONPATH", "HF_HOME", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("hf_zero.launch.command.PREFIXES", ("NCCL_",))
     monkeypatch.setattr(shutil, "which", lambda name: name)
@@ -334,6 +335,53 @@ def test_no_deepspeed_command_when_it_is_switched_off(monkeypatch: pytest.Monkey
     monkeypatch.setattr(launcher, "_RUNNER", "no_such_module")
     assert launcher.main(["train.py"]) == 1
     assert "HF_ZERO turns hf_zero's alias off" in capsys.readouterr().err
+
+
+def test_a_hostfile_that_stands_for_none_means_this_machine(
+    hostfile: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = dry(capsys, "--num_gpus", "2", "train.py")
+    for none in (os.devnull, "", launch_command.DEFAULT_HOSTFILE):
+        assert dry(capsys, "--hostfile", none, "--num_gpus", "2", "train.py") == alone
+    monkeypatch.setattr(launch_command, "DEFAULT_HOSTFILE", hostfile)
+    assert "worker-2" in dry(capsys, "train.py") and dry(capsys, "--hostfile", os.devnull, "--num_gpus", "2", "train.py") == alone
+    assert main(["launch", "--dry-run", "--hostfile", "hosts.txt", "train.py"]) == 1
+    error = capsys.readouterr().err
+    assert "--hostfile is 'hosts.txt', and there is no such file" in error and "leave --hostfile out (or give /dev/null)" in error
+
+
+def test_the_defaults_of_deepspeeds_flags_may_be_written_out(hostfile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    defaults = ["--num_gpus=-1", "--num_nodes=-1", "--node_rank=-1", "--min_elastic_nodes=-1", "--max_elastic_nodes", "-1"]
+    for words in ([], ["--hostfile", hostfile]):
+        assert dry(capsys, *words, *defaults, "train.py") == dry(capsys, *words, "train.py")
+    for wrong in ("-2", "0"):
+        with pytest.raises(SystemExit):
+            main(["launch", "--dry-run", f"--num_gpus={wrong}", "train.py"])
+        assert f"{wrong} is not a number from 1 on" in capsys.readouterr().err
+
+
+def test_slots_are_counted_within_the_visible_devices(
+    hostfile: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_command, "_devices", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, GPU-5")
+    assert dry(capsys, "--exclude", "localhost:0", "train.py").startswith("CUDA_VISIBLE_DEVICES=GPU-5 python ")
+    for name in ("openmpi", "mpich", "slurm"):
+        assert "CUDA_VISIBLE_DEVICES=4 " in dry(capsys, "--include", "localhost:0", "--launcher", name, "train.py")
+    assert dry(capsys, "train.py").startswith("python ")
+    over_ssh = dry(capsys, "--force_multi", "train.py").splitlines()
+    assert over_ssh[1].startswith("python ") and "CUDA_VISIBLE_DEVICES" in over_ssh[-1]
+    for words, message in (
+        (["--include", "localhost:4"], "localhost has no slot '4'; it has 0, 1, counted within CUDA_VISIBLE_DEVICES=4,GPU-5"),
+        (["--num_gpus", "3", "--include", "localhost:2"], "slot 2 of localhost is none of the devices of CUDA_VISIBLE_DEVICES=4,GPU-5"),
+    ):
+        assert main(["launch", "--dry-run", *words, "train.py"]) == 1 and message in capsys.readouterr().err
+    monkeypatch.setattr(os, "execve", lambda *_: None)
+    assert main(["launch", "--exclude", "localhost:0", "train.py"]) == 0
+    assert "slots are counted within CUDA_VISIBLE_DEVICES=4,GPU-5; the ranks get GPU-5" in capsys.readouterr().err
+    for hides_all in ("", "-1", "NoDevFiles"):  # ranks on the CPU
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hides_all)
+        assert dry(capsys, "--num_gpus", "2", "--include", "localhost:1", "train.py").startswith("python ")
 
 
 def test_no_hostfile_for_several_nodes(hostfile: str, capsys: pytest.CaptureFixture[str]) -> None:
