@@ -67,6 +67,10 @@ class CheckpointError(HfZeroError, RuntimeError):
     """Report a checkpoint that cannot be written or read. Names the file, what was expected and what was found."""
 
 
+class CheckpointArgumentError(CheckpointError, ValueError):
+    """Report an argument that names no place for a checkpoint. A ``ValueError`` too, which scripts for other engines catch."""
+
+
 class StateError(HfZeroError, RuntimeError, AssertionError):
     """Report a call that cannot be served at this moment (a released parameter, a destroyed engine, a step inside no_sync)."""
 

@@ -31,7 +31,7 @@ from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.step.written import WrittenValues
 from hf_zero.core.units.marks import tp_shard_of
 from hf_zero.core.units.names import named_params
-from hf_zero.errors import CheckpointError, ConfigError, StateError, UnsupportedError
+from hf_zero.errors import CheckpointArgumentError, CheckpointError, ConfigError, StateError, UnsupportedError
 from hf_zero.observe import log_rank0, logger, warn_once
 from hf_zero.pipeline.buffers import share_buffers
 from hf_zero.system import signals
@@ -136,9 +136,9 @@ class EngineCheckpoints:
         settings = self._settings
 
         def ask() -> tuple[SaveRequest, TrainingState]:
+            self._settle_writes(engine)  # collective, so before what may fail on one rank alone
             if not isinstance(client_state, Mapping):
                 raise CheckpointError(f"client_state is a {type(client_state).__name__}; a dict is allowed, such as {{'epoch': 3}}")
-            self._settle_writes(engine)
             request = SaveRequest(
                 self._place(save_dir, "save_dir"),
                 str(tag) if tag is not None else f"global_step{engine.progress.global_steps}",
@@ -403,10 +403,11 @@ def _folder(given: Any, argument: str) -> str:
     """Return the path or URL that was given as ``argument``.
 
     Raises:
-        CheckpointError: It is neither, or the library for the URL is not installed.
+        CheckpointArgumentError: It is neither.
+        CheckpointError: The library for the URL is not installed.
     """
     if not isinstance(given, (str, os.PathLike)) or not os.fspath(given):  # an empty one would mean the working directory
-        raise CheckpointError(f"{argument} is {given!r}, allowed is a path: a string or a pathlib.Path, or a URL")
+        raise CheckpointArgumentError(f"{argument} is {given!r}, allowed is a path: a string or a pathlib.Path, or a URL")
     return raw(place_of(os.fspath(given)))
 
 

@@ -123,6 +123,13 @@ def _tags(folder: str) -> None:
         engine.load_checkpoint(folder + "/17")
     with pytest.raises(CheckpointError, match=r"client_state is a str; a dict is allowed, such as \{'epoch': 3\}"):
         engine.save_checkpoint(folder, "text", client_state="hello")
+    for given in (None, "", None if ranks.rank() else folder):  # the last: on rank 1 alone
+        with pytest.raises(ValueError, match=r"^save_checkpoint\(\): save_dir is (None|''), allowed is a path") as caught:
+            engine.save_checkpoint(given)
+        assert isinstance(caught.value, CheckpointError)
+    with pytest.raises(CheckpointError, match=r"client_state is a str.*\(rank 0\); save_dir is None.*\(rank 1\)") as caught:
+        engine.save_checkpoint(None if ranks.rank() else folder, client_state={} if ranks.rank() else "hello")
+    assert not isinstance(caught.value, ValueError), "another error on rank 0"
     assert engine.load_checkpoint(str(Path(folder).parent)) == (None, None), "a warning names the folder in it"
     engine.destroy()
 

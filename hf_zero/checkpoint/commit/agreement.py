@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from hf_zero.comm.collectives import Collectives
-from hf_zero.errors import CheckpointError, CollectiveError
+from hf_zero.errors import CheckpointArgumentError, CheckpointError, CollectiveError
 
 T = TypeVar("T")
 
@@ -34,13 +34,20 @@ def on_all(collectives: Collectives, what: str, work: Callable[[], T]) -> list[T
 
 
 def quickly(collectives: Collectives, what: str, work: Callable[[], T]) -> T:
-    """Run ``work`` like ``on_all``, but return only this rank's result; costs one small all-reduce if no rank fails. Collective."""
+    """Run ``work`` like ``on_all``, but return only this rank's result; costs one small all-reduce if no rank fails. Collective.
+
+    Raises:
+        CheckpointArgumentError: ``work`` raised this error on each rank on which it failed.
+        CheckpointError: It failed in another way.
+    """
     result, text, cause = _attempt(work)
     label = f"checkpoint: {what}"
     if _exchange(what, lambda: collectives.any_rank(bool(text), label)):
-        texts = _exchange(what, lambda: collectives.gather_objects(text, label))
-        failures = {rank: failure for rank, failure in enumerate(texts) if failure}
-        raise CheckpointError(_message(what, failures, collectives.world)) from cause
+        mistaken = isinstance(cause, CheckpointArgumentError)
+        told = _exchange(what, lambda: collectives.gather_objects((text, mistaken), label))
+        failures = {rank: failure for rank, (failure, _) in enumerate(told) if failure}
+        kind = CheckpointArgumentError if all(told[rank][1] for rank in failures) else CheckpointError
+        raise kind(_message(what, failures, collectives.world)) from cause
     return result  # type: ignore[return-value]
 
 
