@@ -162,7 +162,7 @@ def _predict(options: argparse.Namespace, inputs: fit.PlanInputs) -> Prediction:
 
     if options.config is None:
         raise ConfigError("--config is missing: give the configuration to plan, or --fit to search for one")
-    config = settled(options.config, options.micro_batch)
+    config = settled(options.config, options.micro_batch, options.ranks)
     if options.plot is not None:
         (require_folder if is_page(options.plot) else require_place)(options.plot, "--plot")
     # These imports load torch and transformers; they come last, so that messages about wrong flags appear at once.
@@ -191,27 +191,22 @@ def _setting(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def settled(source: Mapping[str, Any] | str, micro_batch: int | None = None) -> dict[str, Any]:
+def settled(source: Mapping[str, Any] | str, micro_batch: int | None = None, ranks: int | None = None) -> dict[str, Any]:
     """Return the configuration to plan: without "auto" values, monitors and schedulers, and with a micro-batch size and an optimizer.
 
     Args:
         source: The configuration, in each form that ``initialize`` accepts.
         micro_batch: Micro-batch size that replaces the configuration's. If ``gradient_accumulation_steps`` is set, ``train_batch_size`` is
             removed; otherwise the engine derives the accumulation from ``train_batch_size``.
+        ranks: Number of ranks, with which a micro-batch size that the configuration leaves open is derived as a run does, from
+            ``train_batch_size`` or from ``elasticity``.
 
     Raises:
-        ConfigError: The configuration cannot be read, or it has a ``train_batch_size`` and no micro-batch size is known.
+        ConfigError: The configuration cannot be read or is wrong, or it has a ``train_batch_size`` and no micro-batch size is known.
     """
     from hf_zero.config.read import read_config
 
     config = _without_auto(read_config(source))
-    if micro_batch is not None:
-        if "gradient_accumulation_steps" in config:
-            config.pop("train_batch_size", None)
-        config[_MICRO] = micro_batch
-    if _MICRO not in config and "train_batch_size" in config:
-        raise ConfigError(f"--micro-batch is missing: the configuration sets train_batch_size, but not {_MICRO}")
-    config[_MICRO] = _samples(config.get(_MICRO, 1))
     for name in (
         "wall_clock_breakdown",
         "memory_breakdown",
@@ -224,10 +219,29 @@ def settled(source: Mapping[str, Any] | str, micro_batch: int | None = None) -> 
     ):
         config.pop(name, None)  # they observe a run and do not change it
     config.pop("scheduler", None)  # it needs no memory, but may need the number of steps of a run
+    if micro_batch is not None:
+        if "gradient_accumulation_steps" in config:
+            config.pop("train_batch_size", None)
+        config[_MICRO] = micro_batch
+    elif ranks is not None and (_MICRO not in config or "elasticity" in config):
+        config[_MICRO] = _derived(config, ranks)
+    if _MICRO not in config and "train_batch_size" in config:
+        raise ConfigError(f"--micro-batch is missing: the configuration sets train_batch_size, but not {_MICRO}")
+    config[_MICRO] = _samples(config.get(_MICRO, 1))
     config.setdefault("optimizer", {"type": "AdamW", "params": {"lr": 1e-3}})
     own = config.get("hf_zero")
     config["hf_zero"] = {**(own if isinstance(own, dict) else {}), "offload_overlap": "none"}
     return config
+
+
+def _derived(config: Mapping[str, Any], ranks: int) -> int:
+    """Return the micro-batch size that a run of ``config`` on ``ranks`` ranks has."""
+    from hf_zero.config.mesh import claims_of_config, solve
+    from hf_zero.config.resolve import resolve
+
+    found = resolve(config, world_size=solve(claims_of_config(config), ranks).replicas).config
+    assert found.train_micro_batch_size_per_gpu is not None
+    return found.train_micro_batch_size_per_gpu
 
 
 def _samples(value: Any) -> int:

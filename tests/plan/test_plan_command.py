@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from hf_zero.cli import main
+from hf_zero.config.resolve import resolve
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.plan.command import settled
 from hf_zero.plan.inputs import ModelWish, bytes_per_second_of
@@ -279,6 +280,11 @@ def test_a_picture_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path:
             call("--plot")
 
 
+ELASTICITY = {
+    "enabled": True, "max_train_batch_size": 24, "micro_batch_sizes": [2, 3, 4], "min_gpus": 1, "max_gpus": 8, "version": 0.1
+}  # fmt: skip
+
+
 @pytest.mark.quick
 def test_samples_of_a_micro_step() -> None:
     micro = "train_micro_batch_size_per_gpu"
@@ -289,6 +295,15 @@ def test_samples_of_a_micro_step() -> None:
     assert "train_batch_size" not in counted
     with pytest.raises(ConfigError, match="--micro-batch is missing"):
         settled({"train_batch_size": 16})
+    # with the number of ranks it follows, as in a run
+    assert settled({"train_batch_size": 32, "gradient_accumulation_steps": 2}, ranks=2)[micro] == 8
+    assert settled({"train_batch_size": 32, "sequence_parallel_size": 2}, ranks=4)[micro] == 16
+    assert settled({"train_batch_size": "auto"}, ranks=2)[micro] == 1
+    with pytest.raises(ConfigError, match="33 is not a multiple of 2"):
+        settled({"train_batch_size": 33}, ranks=2)
+    elastic = {"elasticity": ELASTICITY}
+    assert [settled(elastic, ranks=count)[micro] for count in (2, 8)] == [4, 3]
+    assert resolve(settled(elastic, ranks=2), world_size=2).config.train_micro_batch_size_per_gpu == 4
 
 
 @pytest.mark.quick
