@@ -6,10 +6,12 @@ import argparse
 import gc
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 from hf_zero.errors import ConfigError
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 LONG = 8192
 """Tokens of a sequence from which on context parallelism is tried without ``--axes``: below it, other axes divide activations enough."""
+_LINE_SECONDS = 10.0  # between two lines about a search, where no bar is shown
 _RATES = ("memory", "host-link", "host-memory", "disk")
 Settle = Callable[[Mapping[str, Any], int], dict[str, Any]]
 
@@ -178,16 +181,41 @@ def _axes(text: str | None, experts: bool, sequence: int) -> list[str]:
 
 @contextmanager
 def _shown(planner: Planner) -> Iterator[None]:
-    """Show a progress bar inside the ``with``, if stderr is a terminal."""
+    """Show a progress bar inside the ``with`` if stderr is a terminal; otherwise print a line to it now and then."""
+    if not sys.stderr.isatty():
+        with _printed(planner):
+            yield
+        return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
     columns = (BarColumn(bar_width=30), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         bar = _Bar(lambda text, done: progress.update(task, description=text, completed=done))
         task = progress.add_task("", total=1.0)
         planner.on_progress, planner.workers.ended = bar.begin, bar.advance
         yield
+
+
+@contextmanager
+def _printed(planner: Planner) -> Iterator[None]:
+    """Print a line with the part of the search and the number of its plans to stderr every ``_LINE_SECONDS`` inside the ``with``."""
+    texts, began, over = ["the first plan"], time.monotonic(), Event()
+    bar = _Bar(lambda text, _: texts.append(text))
+    planner.on_progress, planner.workers.ended = bar.begin, bar.advance
+
+    def tell() -> None:
+        while not over.wait(_LINE_SECONDS):
+            with suppress(OSError, ValueError):  # nobody reads stderr any more
+                print(f"hf-zero plan --fit, {time.monotonic() - began:.0f} s: {texts[-1]}", file=sys.stderr, flush=True)
+
+    thread = Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 class _Bar:

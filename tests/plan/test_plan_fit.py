@@ -10,6 +10,7 @@ from contextlib import closing, redirect_stderr, redirect_stdout
 from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ from hf_zero.tensor_parallel.symbolic_dims import SymbolicDim, indices
 from tests.support import accelerate_loop
 from tests.support.launches import launch_on_ranks, report_of
 from tests.support.planned import LLAMA
+from tests.support.processes import until
 
 TOY = {**LLAMA, "num_hidden_layers": 2}
 FP32: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
@@ -427,6 +429,24 @@ def test_the_bar_moves_with_every_plan_and_never_back() -> None:
     assert seen[0][0] == "part 0" and seen[-1][0] == "part 4, 50 plans"
     bar.begin("part 3", 0.6, 0.8)  # a family that is due again
     assert seen[-1][1] == shares[-1]
+
+
+@pytest.mark.quick
+def test_where_no_bar_is_shown_lines_tell_of_the_search(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(fit, "_LINE_SECONDS", 0.01)
+    one: Any = SimpleNamespace(workers=Workers())
+
+    def has_printed(text: str) -> bool:
+        said.append(capsys.readouterr().err)
+        return text in "".join(said)
+
+    said: list[str] = []
+    with fit._shown(one):
+        until(lambda: has_printed(" s: the first plan\n"), "a line before the first plan ends")
+        one.on_progress("stage 2", 0.0, 0.5)
+        one.workers.ended()
+        until(lambda: has_printed(" s: stage 2, 1 plans\n"), "a line after it")
+    assert re.match(r"hf-zero plan --fit, \d+ s: the first plan\n", "".join(said))
 
 
 @pytest.mark.quick
