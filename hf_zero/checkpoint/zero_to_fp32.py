@@ -471,7 +471,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     exclude_frozen_parameters: bool = False,
     dtype: str = "fp32",
 ) -> None:
-    """Write the whole weights, with at most one output file in memory: as safetensors, unless files of torch are requested.
+    """Write the whole weights, with at most one output file in memory: as safetensors, unless files of torch are requested; print where.
 
     Args:
         checkpoint_dir: As above.
@@ -491,23 +491,24 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint = Checkpoint(checkpoint_dir, tag, _DTYPES[dtype])
     output = _file_or_folder(os.fspath(output_dir)) if safe_serialization else os.fspath(output_dir)
     names = checkpoint.names(exclude_frozen_parameters)
-    if output.endswith((".safetensors", *_TORCH_ENDINGS)) and not os.path.isdir(output):
-        os.makedirs(os.path.dirname(output) or ".", exist_ok=True)
-        _save(checkpoint, names, output)
-        return
-    os.makedirs(output, exist_ok=True)
     stem, ending = ("model", ".safetensors") if safe_serialization else ("pytorch_model", ".bin")
-    shards = [names] if max_shard_size is None else list(_divide(checkpoint, names, _bytes_of(max_shard_size)))
-    if len(shards) <= 1:
-        _save(checkpoint, names, os.path.join(output, stem + ending))
-        return
+    alone = output.endswith((".safetensors", *_TORCH_ENDINGS)) and not os.path.isdir(output)
+    path = output if alone else os.path.join(output, stem + ending)
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    shards = [names] if max_shard_size is None or alone else list(_divide(checkpoint, names, _bytes_of(max_shard_size)))
     weight_map: dict[str, str] = {}
-    for number, members in enumerate(shards, 1):
-        file = f"{stem}-{number:05d}-of-{len(shards):05d}{ending}"
-        weight_map.update(dict.fromkeys(_save(checkpoint, members, os.path.join(output, file)), file))
-    total = sum(checkpoint.nbytes(name) for name in names)
-    with _replacing(os.path.join(output, f"{stem}{ending}.index.json")) as made, open(made, "x", encoding="utf-8") as index:
-        json.dump({"metadata": {"total_size": total}, "weight_map": weight_map}, index, indent=2)
+    if len(shards) <= 1:
+        _save(checkpoint, names, path)
+    else:
+        for number, members in enumerate(shards, 1):
+            file = f"{stem}-{number:05d}-of-{len(shards):05d}{ending}"
+            weight_map.update(dict.fromkeys(_save(checkpoint, members, os.path.join(output, file)), file))
+        total, path = sum(checkpoint.nbytes(name) for name in names), f"{path}.index.json"
+        with _replacing(path) as made, open(made, "x", encoding="utf-8") as index:
+            json.dump({"metadata": {"total_size": total}, "weight_map": weight_map}, index, indent=2)
+    chosen = path != os.fspath(output_dir) and ".safetensors" in os.path.basename(path)
+    hint = "; for torch.load: safe_serialization=False writes pytorch_model.bin, and a name such as weights.bin one file"
+    print(_printable(f"{dtype} weights written to {path}") + hint * chosen)
 
 
 def load_state_dict_from_zero_checkpoint(
@@ -613,7 +614,6 @@ def main() -> None:
         if arguments.debug:
             raise
         parser.exit(1, _printable(f"zero_to_fp32.py: {error}\n"))
-    print(f"{arguments.dtype} weights written to {_file_or_folder(arguments.output_dir)}")
 
 
 if __name__ == "__main__":

@@ -339,13 +339,19 @@ def test_names_of_the_output_and_errors_of_zero_to_fp32(
         [("pytorch_model.bin", "model.safetensors"), ("new/w.pt", "new/w.pt"), ("folder", "folder/model.safetensors")]
     ):
         convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / str(number) / output, max_shard_size=None)
+        hint = "; for torch.load: safe_serialization=False writes pytorch_model.bin" * written.endswith(".safetensors")
+        assert f"fp32 weights written to {tmp_path / str(number) / written}{hint}" in capsys.readouterr().out
         assert [str(path.relative_to(tmp_path / str(number))) for path in (tmp_path / str(number)).rglob("*.*")] == [written]
         read = torch.load if written.endswith(".pt") else load_file
         assert torch.equal(read(tmp_path / str(number) / written)["entry.weight"], expected["master entry.weight"])
     inner = tmp_path / "global_step2"
     with pytest.raises(FileNotFoundError, match=f"{inner} is one checkpoint; .* holds it, {tmp_path}, and --tag 'global_step2'"):
         convert_zero_checkpoint_to_fp32_state_dict(inner, tmp_path / "no")
+    capsys.readouterr()
     check_files_of_torch(tmp_path, expected["master entry.weight"])
+    said = capsys.readouterr().out.splitlines()
+    assert said[1] == f"fp32 weights written to {tmp_path}/torch/pytorch_model.bin"
+    assert said[2] == f"bf16 weights written to {tmp_path}/several/pytorch_model.bin.index.json"
     check_universal_copy(tmp_path)
     command = [str(tmp_path / "zero_to_fp32.py"), str(tmp_path), str(tmp_path / "out"), "--tag", "absent"]
     monkeypatch.setattr(sys, "argv", command)
