@@ -20,6 +20,7 @@ from hf_zero.core.units.sharded_parameter import gradients_of
 from hf_zero.core.units.unit import find_unit
 from hf_zero.deepspeed.configured import ConfiguredEngine
 from hf_zero.deepspeed.optimizer import DeepSpeedOptimizer
+from hf_zero.deepspeed.requests import set_gradient_clipping
 from hf_zero.deepspeed.safe_values import safe_get_full_grad
 from hf_zero.integrations import fabric_methods
 from hf_zero.integrations.preemption import end_preempted
@@ -27,6 +28,10 @@ from hf_zero.system import signals
 
 _requeues: weakref.WeakKeyDictionary[Any, tuple[str, Callable[[bool], None]]] = weakref.WeakKeyDictionary()
 """By Lightning's signal connector: name of the signal that makes Lightning requeue the Slurm job, and the function that stops listening."""
+
+
+_own_numbers: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
+"""By engine: its own number for clipping, while that of a ``clip_gradients`` counts for the coming step."""
 
 
 def _engine_of(trainer: Any) -> ConfiguredEngine | None:
@@ -98,21 +103,41 @@ def on_advance_end(function: Callable[..., Any], loop: Any, *args: Any, **kwargs
 
 
 def clip_gradients(method: Callable[..., Any], precision: Any, optimizer: Any, clip_val: float = 0.0, algorithm: Any = "norm") -> None:
-    """Replace ``DeepSpeedPrecision.clip_gradients``, which does nothing: clip by norm, unless the step does, or by value; collective.
+    """Replace ``DeepSpeedPrecision.clip_gradients``, which does nothing: clip by norm, in the coming step, or by value, now; collective.
 
-    Lightning calls it from ``LightningModule.clip_gradients`` (manual optimization, ``configure_gradient_clipping``). A number of the
-    Trainer is the engine's ``gradient_clipping`` already. In the middle of an accumulation there is nothing to clip yet.
+    Lightning calls it from ``LightningModule.clip_gradients``: in manual optimization, and in ``configure_gradient_clipping``, whose
+    default calls it with the numbers of the Trainer. A module that overrides this hook may clip only some steps. So the engine clips at
+    ``clip_val`` in the step that follows, and its own number (``gradient_clipping`` of the configuration, if that is smaller) counts for
+    the others. In the middle of an accumulation there is nothing to clip yet.
     """
-    held: Any = optimizer if isinstance(optimizer, DeepSpeedOptimizer) else getattr(optimizer, "optimizer", None)
-    engine = held._engine() if isinstance(held, DeepSpeedOptimizer) else None
+    engine = _engine_with(optimizer)
     if engine is None:
         method(precision, optimizer, clip_val, algorithm)
         return
-    if not clip_val or clip_val <= 0:
+    if not clip_val or clip_val <= 0 or not engine.accumulation.awaits_update:
         return
-    kind = str(getattr(algorithm, "value", algorithm))
-    if engine.accumulation.awaits_update and (kind == "value" or clip_val != engine.gradient_clipping()):
-        fabric_methods.clip(engine, clip_val, None if kind == "value" else 2.0)
+    if str(getattr(algorithm, "value", algorithm)) == "value":
+        fabric_methods.clip(engine, clip_val, None)
+        return
+    present = engine.gradient_clipping()
+    _own_numbers.setdefault(engine, present)
+    set_gradient_clipping(engine, min(present or clip_val, clip_val))
+
+
+def optimizer_step(method: Callable[..., Any], precision: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace ``DeepSpeedPrecision.optimizer_step``: a number that ``clip_gradients`` was given ends with the step."""
+    try:
+        return method(precision, optimizer, *args, **kwargs)
+    finally:
+        engine = _engine_with(optimizer)
+        if engine is not None and (own := _own_numbers.pop(engine, None)) is not None:
+            set_gradient_clipping(engine, own)
+
+
+def _engine_with(optimizer: Any) -> Any:
+    """Return the engine of Lightning's ``optimizer``, or of its wrapper; None if it is none of hf_zero's."""
+    held: Any = optimizer if isinstance(optimizer, DeepSpeedOptimizer) else getattr(optimizer, "optimizer", None)
+    return held._engine() if isinstance(held, DeepSpeedOptimizer) else None
 
 
 def backward(method: Callable[..., None], precision: Any, tensor: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:

@@ -73,10 +73,10 @@ def init_deepspeed(function: Callable[[Any], None], strategy: Any) -> None:
 
 
 def format_batch_sizes(function: Callable[[Any], None], strategy: Any) -> None:
-    """Write Lightning's settings into the configuration; its number for clipping by value is no norm."""
-    trainer = getattr(strategy.lightning_module, "trainer", None)
-    by_value = str(getattr(getattr(trainer, "gradient_clip_algorithm", None), "value", "")) == "value"
-    if by_value and finder.alias_is_active():
+    """Write Lightning's settings into the configuration, but not the Trainer's number for clipping, of which each step's ``clip_gradients``
+    tells the engine.
+    """
+    if finder.alias_is_active():
         strategy.config.setdefault("gradient_clipping", 0.0)
     function(strategy)
 

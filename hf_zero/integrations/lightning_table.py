@@ -25,11 +25,15 @@ LIGHTNING_SIGNALS = (
     *_of_lightning("loops.training_epoch_loop", "_TrainingEpochLoop.on_advance_end", "on_advance_end"),
     *_of_lightning("trainer.connectors.signal_connector", "_SignalConnector.register_signal_handlers", "register_signal_handlers"),
 )
-LIGHTNING_CLIPPING = _of_lightning(
-    "plugins.precision.deepspeed",
-    "DeepSpeedPrecision.clip_gradients",
-    "clip_gradients",
-    loss="clip_gradients() of a LightningModule does nothing",
+LIGHTNING_CLIPPING = tuple(
+    method
+    for name in ("clip_gradients", "optimizer_step")
+    for method in _of_lightning(
+        "plugins.precision.deepspeed",
+        f"DeepSpeedPrecision.{name}",
+        name,
+        loss="clip_gradients() of a LightningModule does nothing, or clips all steps",
+    )
 )
 LIGHTNING_BACKWARD = _of_lightning(
     "plugins.precision.deepspeed",

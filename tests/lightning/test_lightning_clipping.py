@@ -84,5 +84,48 @@ def check_clipping(folder: str) -> None:
         assert found == pytest.approx(expected, rel=1e-5), f"by value, manual {manual}, accumulation {accumulation}"
 
 
+def fit_with_a_number(folder: str, strategy: Any, way: str) -> list[float]:
+    """Return the losses of a fit whose Trainer has a number, and whose module or callback decides by epoch whether it counts."""
+    import lightning
+
+    class Module(type(make_module(False))):  # type: ignore[misc]
+        def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:
+            if way != "second epoch" or self.current_epoch > 0:
+                self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    class Changes(lightning.Callback):
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            if way != "second epoch" and trainer.current_epoch > 0:
+                trainer.gradient_clip_val = None if way == "first epoch" else 20 * CLIP
+
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(16, 4, generator=generator), torch.randn(16, 2, generator=generator))
+    module = Module()
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    lightning.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_epochs=2,
+        default_root_dir=folder,
+        gradient_clip_val=CLIP,
+        callbacks=[Changes()],
+        **quiet,
+    ).fit(module, DataLoader(data, batch_size=2))
+    return list(module.losses)
+
+
+def check_numbers(folder: str) -> None:
+    from hf_zero.integrations import ZeroStrategy
+
+    for way, stage in (("second epoch", 3), ("first epoch", 2), ("larger", 0)):
+        expected = fit_with_a_number(folder, "ddp", way)
+        assert fit_with_a_number(folder, ZeroStrategy(stage=stage), way) == pytest.approx(expected, rel=1e-5), f"{way}, stage {stage}"
+
+
+def test_the_number_of_the_trainer_counts_in_the_steps_that_the_module_clips(tmp_path: Path) -> None:
+    ranks.run_ranks(check_numbers, 2, str(tmp_path), group=False)
+
+
 def test_clipping_of_the_module_is_that_of_ddp(tmp_path: Path) -> None:
     ranks.run_ranks(check_clipping, 2, str(tmp_path), group=False)
