@@ -23,7 +23,7 @@ at the end of each pass, and ranks that need no other pass take part in the all-
   with ``register_external_parameter``, or noticed when its attribute is read or, if it was found by iteration, when code computes with it
   (``outside_reads.py``), and unsharded. After the forward, the attribute lookup communicates nothing and shows shape, type and device
   ([Note: late values]); the first computation with the parameter unshards it, by a vote ([Note: reads behind the forward]).
-  Where torch.compile traces the reader, the trace finds the read (``core/units/traces.py``, [Note: reads that a trace finds]).
+  Where torch.compile traces the reader, the trace finds the read (``core/units/marks.py``, [Note: reads that a trace finds]).
 - In backward, no block below the last block with trained parameters is unsharded unless a rank requests it ([Note: below what trains]): one
   vote replaces the gathers of a frozen backbone.
 - After a step whose updates may still be running (``hf_zero.offload_overlap``), the prefetches of the first forward are issued after the

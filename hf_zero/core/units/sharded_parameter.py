@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from hf_zero.core.units.marks import is_packed
-from hf_zero.core.units.traces import tracing_now, unshard_in_trace
+from hf_zero.core.units.marks import is_packed, tracing_now, unshard_in_trace
 from hf_zero.errors import StateError
 
 _META = torch.device("meta")
