@@ -1,4 +1,4 @@
-"""Make Lightning's DeepSpeed strategies train as its other strategies do: accumulation, clipping, schedules.
+"""Make Lightning's DeepSpeed strategies train as its other strategies do: accumulation, clipping, schedules, files of other strategies.
 
 Each function replaces a method or property of ``lightning.pytorch.strategies.DeepSpeedStrategy`` or ``lightning.fabric.strategies.
 DeepSpeedStrategy``, which ``ZeroStrategy`` and ``FabricZeroStrategy`` inherit; its first argument is the original. If a real DeepSpeed
@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
+from hf_zero.checkpoint.state.plain_state import load_plain_state
 from hf_zero.deepspeed.alias import finder
 from hf_zero.deepspeed.configured import ConfiguredEngine
 from hf_zero.integrations import fabric_methods
+from hf_zero.observe import warn_once
 
 # -- Trainer ----------------------------------------------------------------------------------------------------------
 
@@ -86,6 +88,39 @@ def batch_size(function: Callable[[Any], int], strategy: Any) -> int:
     source = strategy.lightning_module.trainer.fit_loop._data_source
     loader = source.dataloader() if source.is_defined() else None
     return function(strategy) if getattr(getattr(loader, "batch_sampler", None), "batch_size", None) else 1
+
+
+def note_parameters(function: Callable[..., Any], strategy: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Make an engine of ``model`` and ``optimizer``, and note the parameters of its groups: a ``state_dict`` numbers them in this order."""
+    groups = (
+        optimizer.param_groups if optimizer is not None else [{"params": [param for param in model.parameters() if param.requires_grad]}]
+    )
+    strategy._hf_zero_groups = [list(group["params"]) for group in groups]
+    return function(strategy, model, optimizer, *args, **kwargs)
+
+
+def restores_optimizer(function: Callable[[Any], bool], strategy: Any) -> bool:
+    """Return True for a checkpoint of one file with the state of an optimizer, as other strategies write it: ``load_optimizer`` loads it.
+
+    Lightning's property is False, and warns of a file: the optimizer would start fresh.
+    """
+    loaded = strategy.lightning_module.trainer._checkpoint_connector._loaded_checkpoint
+    whole = strategy.load_full_weights and strategy.zero_stage_3 and bool(loaded.get("optimizer_states"))
+    return (whole and isinstance(strategy.model, ConfiguredEngine)) or function(strategy)
+
+
+def load_optimizer(function: Callable[..., None], strategy: Any, checkpoint: Any) -> None:
+    """Load the state of an optimizer that another strategy has written, by parameter; local. If it does not fit, warn and load none."""
+    groups, engine, states = getattr(strategy, "_hf_zero_groups", None), strategy.model, checkpoint.get("optimizer_states")
+    if groups is None or not states or not isinstance(engine, ConfiguredEngine):
+        function(strategy, checkpoint)
+        return
+    reason = load_plain_state(engine.optimizer, states[0], groups, dict(engine.module.named_parameters()))
+    if reason:
+        warn_once(
+            f"the checkpoint's optimizer state was not loaded: {reason}. Weights and loops are those of the checkpoint; the optimizer "
+            "starts fresh. To resume its state too, use the optimizer and param groups of the run that was saved"
+        )
 
 
 # -- Fabric -----------------------------------------------------------------------------------------------------------

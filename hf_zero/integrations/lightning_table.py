@@ -50,7 +50,7 @@ LIGHTNING_STRATEGIES = tuple(
     Method(
         f"{package}.strategies.deepspeed",
         f"DeepSpeedStrategy.{name}",
-        "Lightning's DeepSpeed strategies accumulate and clip in another way than its other strategies",
+        "Lightning's DeepSpeed strategies accumulate, clip and load single files in another way than its other strategies",
         around=f"hf_zero.integrations.lightning_steps:{around}",
         since=(2,),
     )
@@ -64,6 +64,9 @@ LIGHTNING_STRATEGIES = tuple(
                 "init_deepspeed": "init_deepspeed",
                 "_format_batch_size_and_grad_accum_config": "format_batch_sizes",
                 "_auto_select_batch_size": "batch_size",
+                "_setup_model_and_optimizer": "note_parameters",
+                "lightning_restore_optimizer": "restores_optimizer",
+                "load_optimizer_state_dict": "load_optimizer",
             },
         ),
         (

@@ -82,7 +82,7 @@ def scalars(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
         numbers = states.keys() - _rows(optimizer, segment, shaped).keys()
         values = {name: encode_scalar(value, f"{what}, {name!r}") for name, value in states.items() if name in numbers}
         if states:
-            params = [slot.name for slot in _slots_in(segment)] if optimizer.cut_segments else []
+            params = [slot.name for slot in slots_in(segment)] if optimizer.cut_segments else []
             found.append({"unit": segment.unit.name, "group": segment.group, "values": values, "params": params})
     return found
 
@@ -324,13 +324,13 @@ class OptimizerPlan(GroupsPlan):
     # -- states
 
     def _plan(self, segment: OwnedSegment) -> SegmentPlan:
-        located = [(slot, found) for slot in _slots_in(segment) if (found := self._catalog.find(slot.name)) is not None]
+        located = [(slot, found) for slot in slots_in(segment) if (found := self._catalog.find(slot.name)) is not None]
         trained = [(slot, found) for slot, found in located if found.trained and self._takeover.takes(slot.name)]
         flat: dict[str, torch.Tensor] = {}
         for state in self._record.states:
             dtypes = {dtype for _, found in trained if (dtype := self._catalog.dtype(found, state_kind(state))) is not None}
             if dtypes:
-                whole = len(trained) == len(_slots_in(segment))
+                whole = len(trained) == len(slots_in(segment))
                 flat[state] = self._room(segment, state, DTYPES[sorted(dtypes)[0]], whole)
                 for slot, found in trained:
                     self._copy(segment, slot, found, state, flat[state])
@@ -383,7 +383,7 @@ class OptimizerPlan(GroupsPlan):
         starts: dict[int, list[int]] = {}
         for segment in self.optimizer.segments:
             first = segment.unit.owned.start + segment.range.start
-            for before, slot in pairwise(_slots_in(segment)):
+            for before, slot in pairwise(slots_in(segment)):
                 if self._history(before) != self._history(slot):
                     starts.setdefault(id(segment.tensor), []).append(slot.offset - first)
         for unit in self.optimizer.units:
@@ -403,19 +403,19 @@ class OptimizerPlan(GroupsPlan):
         for plan in self._segments:
             segment, group = plan.segment, self.optimizer.param_groups[plan.segment.group]
             on_device = bool(group.get("capturable") or group.get("fused"))
-            numbers = {name: _placed(value, segment.tensor, on_device) for name, value in plan.numbers.items()}
+            numbers = {name: placed(value, segment.tensor, on_device) for name, value in plan.numbers.items()}
             fresh = {} if numbers or plan.flat else state_at_start(segment.inner, segment.group, segment.tensor)
             segment.install({**fresh, **numbers, **plan.flat})
         self.optimizer.state_store.adopt_states()
 
 
-def _slots_in(segment: OwnedSegment) -> list[ParamSlot]:
+def slots_in(segment: OwnedSegment) -> list[ParamSlot]:
     """Return the slots of the parameters that have elements in the segment."""
     inside = segment.range.shift(segment.unit.owned.start)
     return [slot for slot in segment.unit.layout.slots if slot.group == segment.group and slot.range.intersect(inside).numel]
 
 
-def _placed(value: Any, like: torch.Tensor, on_device: bool) -> Any:
+def placed(value: Any, like: torch.Tensor, on_device: bool) -> Any:
     """Return a single-number state on the device of ``like`` if the optimizer needs it there, else unchanged.
 
     Fused and capturable kernels read ``step`` on the device (``on_device``). A tensor of shape (1,) also moves there, because torch mixes
