@@ -173,3 +173,12 @@ def clip_value(function: Callable[..., Any], strategy: Any, module: Any, optimiz
         fabric_methods.clip(module, clip_val, None)
     else:
         function(strategy, module, optimizer, clip_val)
+
+
+def load_module(function: Callable[..., None], strategy: Any, module: Any, state_dict: Any, strict: bool = True) -> None:
+    """Load whole weights under the names of the script's model (``fabric.load_raw``) into an engine's model and masters; collective."""
+    engine: Any = module if isinstance(module, ConfiguredEngine) else None
+    if engine is not None:
+        engine.load_module_state_dict(state_dict, strict=strict)
+    else:
+        function(strategy, module, state_dict, strict)

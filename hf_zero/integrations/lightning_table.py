@@ -52,7 +52,7 @@ LIGHTNING_STRATEGIES = tuple(
         f"DeepSpeedStrategy.{name}",
         "Lightning's DeepSpeed strategies accumulate, clip and load single files in another way than its other strategies",
         around=f"hf_zero.integrations.lightning_steps:{around}",
-        since=(2,),
+        since=(2, 1) if name == "load_module_state_dict" else (2,),
     )
     for packages, names in (
         (
@@ -77,6 +77,7 @@ LIGHTNING_STRATEGIES = tuple(
                 "optimizer_step": "optimizer_step",
                 "clip_gradients_norm": "clip_norm",
                 "clip_gradients_value": "clip_value",
+                "load_module_state_dict": "load_module",
             },
         ),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,11 @@ def test_fit_continues_the_optimizer_of_a_file_of_ddp(kind: str, tmp_path: Path)
 @pytest.mark.parametrize("kind", ["another class", "another group"])
 def test_an_optimizer_that_does_not_fit_gives_one_warning(kind: str, tmp_path: Path) -> None:
     ranks.run_ranks(check_warning, 2, str(tmp_path), kind, group=False)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_fabric_loads_a_plain_file_into_the_model(stage: int, tmp_path: Path) -> None:
+    ranks.run_ranks(check_raw, 2, str(tmp_path), stage, group=False)
 
 
 class Net(nn.Module):
@@ -162,3 +168,44 @@ def check_warning(folder: str, kind: str) -> None:
     assert again.optimizers[0].param_groups[0]["lr"] == (5e-2 if kind == "another class" else 1e-2)
     assert all(value.isfinite().all() for value in found.values())
     again.model.destroy()
+
+
+def check_raw(folder: str, stage: int) -> None:
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import DDPStrategy
+
+    from hf_zero.integrations import FabricZeroStrategy
+    from hf_zero.zero import GatheredParameters
+
+    def train(strategy: Any, path: str, strict: bool) -> dict[str, Tensor]:
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+        fabric.launch()
+        fabric.barrier()
+        net = Net()
+        model, optimizer = fabric.setup(net, optimizer_of("adamw", net))
+        fabric.load_raw(path, model, strict=strict)
+        for step in range(2):
+            rows, wanted = rows_of(step, ranks.rank())
+            fabric.backward((model(rows) - wanted).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        with GatheredParameters(list(net.parameters())):
+            return {name: param.detach().clone() for name, param in net.named_parameters()}
+
+    def sharded() -> Any:
+        config = {"zero_optimization": {"stage": stage, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {})}}
+        return FabricZeroStrategy(config={**config, "zero_allow_untested_optimizer": True})
+
+    weights = {name: value + 0.5 for name, value in Net().state_dict().items()}
+    parts = {**{name: value for name, value in weights.items() if name != "late.bias"}, "other": torch.ones(2)}
+    whole, partial = f"{folder}/whole.pt", f"{folder}/partial.pt"
+    if os.environ["RANK"] == "0":
+        torch.save(weights, whole)
+        torch.save(parts, partial)
+    for path, strict in ((whole, True), (partial, False)):
+        expected = train(DDPStrategy(), path, strict)
+        found = train(sharded(), path, strict)
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+    with pytest.raises(RuntimeError, match=r'(?s)Missing key\(s\) in state_dict: "late.bias".*Unexpected key\(s\) in state_dict: "other"'):
+        train(sharded(), partial, True)
