@@ -220,7 +220,10 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["{}", "--device", "cpu", "--ranks", "6", "--config", json.dumps({"tensor_parallel": {"autotp_size": 4}})], ["6 rank", "autotp_size"]),
     (["{}", "--config", json.dumps({"train_micro_batch_size_per_gpu": "1.5"})], ["micro_batch_size_per_gpu", '"1.5"', "a whole number"]),
     (["{}", "--config", json.dumps({"torch_autocast": {"enabled": True}})], ["torch_autocast", "--device cpu"]),
-    (["{}", "--config", json.dumps({"pipeline": {"stages": 2}}), "--ranks", "3"], ["pipeline.stages: pp 2", "3 rank(s)", "1 or 3 would fit"]),
+    (
+        ["{}", "--config", json.dumps({"pipeline": {"stages": 2}}), "--ranks", "3"],
+        ["pipeline.stages: pp 2", "3 rank(s)", "1 or 3 would fit"],
+    ),
 ]
 
 
