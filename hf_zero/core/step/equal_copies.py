@@ -107,7 +107,7 @@ class EqualCopies:
         found = f"different {name} ({' and '.join(f'{number:.8g}' for number in numbers)})"
         return (
             f"in the last step, the ranks {', '.join(map(str, self._ranks))}, which hold layers together "
-            f"(tensor_parallel.autotp_size), had {found}. Either they were given different samples, and must see the same ones; or the loss "
+            f"(tensor_parallel.autotp_size), had {found}. Either they were given different samples, but must see the same; or the loss "
             "used a tensor of which each rank has a part: activations inside a divided layer, in a branch of the forward that did not run "
             "when the plan was made, or kept for a loss outside of the forward. Then name the layers whose outputs it uses in "
             "tensor_parallel.partition_config.layer_specs with partition_type 'skip', so that each rank holds them whole, or give "
