@@ -100,8 +100,8 @@ FAULTS: tuple[Fault, ...] = (
         "core/step/grad_norm.py",
         (
             "norm of this rank only",
-            "    elif sharded:\n        collectives.all_reduce",
-            "    elif not sharded:\n        collectives.all_reduce",
+            "    if sharded:\n        together = sums",
+            "    if not sharded:\n        together = sums",
             (NORM, MATRIX),
         ),
         (
@@ -118,8 +118,8 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             "copies of the model axis count twice",
-            "_sum_of_squares(tensors, device, threads) / count",
-            "_sum_of_squares(tensors, device, threads)",
+            "torch.stack([square / count for",
+            "torch.stack([square for",
             (NORM, "tests/tensor_parallel/test_tp_training.py"),
         ),
         (

@@ -12,6 +12,7 @@ import importlib
 import signal
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,8 +31,22 @@ _requeues: weakref.WeakKeyDictionary[Any, tuple[str, Callable[[bool], None]]] = 
 """By Lightning's signal connector: name of the signal that makes Lightning requeue the Slurm job, and the function that stops listening."""
 
 
-_own_numbers: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
-"""By engine: its own number for clipping, while that of a ``clip_gradients`` counts for the coming step."""
+@dataclass
+class _Clipping:
+    """Numbers for the clipping of one engine; 0 does not clip.
+
+    Attributes:
+        own: Number of the configuration, which counts in each step.
+        shown: Number that ``engine.gradient_clipping()`` returns between steps: ``own``, or the Trainer's.
+        step: Number of the coming step, if ``clip_gradients`` was called with one.
+    """
+
+    own: float
+    shown: float
+    step: float | None = None
+
+
+_clippings: weakref.WeakKeyDictionary[Any, _Clipping] = weakref.WeakKeyDictionary()
 
 
 def _engine_of(trainer: Any) -> ConfiguredEngine | None:
@@ -107,8 +122,8 @@ def clip_gradients(method: Callable[..., Any], precision: Any, optimizer: Any, c
 
     Lightning calls it from ``LightningModule.clip_gradients``: in manual optimization, and in ``configure_gradient_clipping``, whose
     default calls it with the numbers of the Trainer. A module that overrides this hook may clip only some steps. So the engine clips at
-    ``clip_val`` in the step that follows, and its own number (``gradient_clipping`` of the configuration, if that is smaller) counts for
-    the others. In the middle of an accumulation there is nothing to clip yet.
+    ``clip_val`` in the step that follows, or at its configuration's number if that is smaller. In the middle of an accumulation there is
+    nothing to clip yet.
     """
     engine = _engine_with(optimizer)
     if engine is None:
@@ -119,19 +134,37 @@ def clip_gradients(method: Callable[..., Any], precision: Any, optimizer: Any, c
     if str(getattr(algorithm, "value", algorithm)) == "value":
         fabric_methods.clip(engine, clip_val, None)
         return
-    present = engine.gradient_clipping()
-    _own_numbers.setdefault(engine, present)
-    set_gradient_clipping(engine, min(present or clip_val, clip_val))
+    clipping = _clipping_of(engine)
+    clipping.step = min(clipping.step or clipping.own or clip_val, clip_val)
+    set_gradient_clipping(engine, clipping.step)
 
 
 def optimizer_step(method: Callable[..., Any], precision: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace ``DeepSpeedPrecision.optimizer_step``: a number that ``clip_gradients`` was given ends with the step."""
+    """Replace ``DeepSpeedPrecision.optimizer_step``: the Trainer's number counts only if the step's hooks call ``clip_gradients``."""
+    engine = _engine_with(optimizer)
+    if engine is None:
+        return method(precision, optimizer, *args, **kwargs)
+    clipping = _clipping_of(engine)
+    if clipping.step is None and clipping.shown != clipping.own:
+        set_gradient_clipping(engine, clipping.own)
     try:
         return method(precision, optimizer, *args, **kwargs)
     finally:
-        engine = _engine_with(optimizer)
-        if engine is not None and (own := _own_numbers.pop(engine, None)) is not None:
-            set_gradient_clipping(engine, own)
+        clipping.step = None
+        if engine.gradient_clipping() != clipping.shown:
+            set_gradient_clipping(engine, clipping.shown)
+
+
+def note_clipping(engine: Any, own: float) -> None:
+    """Note the clipping number that the configuration of ``engine`` had before Lightning wrote the Trainer's into it."""
+    ours = isinstance(engine, ConfiguredEngine)
+    if ours:
+        _clippings[engine] = _Clipping(own, engine.gradient_clipping())
+
+
+def _clipping_of(engine: Any) -> _Clipping:
+    present = engine.gradient_clipping()
+    return _clippings.setdefault(engine, _Clipping(present, present))
 
 
 def _engine_with(optimizer: Any) -> Any:

@@ -16,7 +16,7 @@ import torch
 from hf_zero.checkpoint.state.plain_state import load_plain_state
 from hf_zero.deepspeed.alias import finder
 from hf_zero.deepspeed.configured import ConfiguredEngine
-from hf_zero.integrations import fabric_methods
+from hf_zero.integrations import fabric_methods, lightning_methods
 from hf_zero.observe import warn_once
 
 # -- Trainer ----------------------------------------------------------------------------------------------------------
@@ -71,14 +71,17 @@ def init_deepspeed(function: Callable[[Any], None], strategy: Any) -> None:
         function(strategy)
     finally:
         trainer.gradient_clip_algorithm = algorithm
+    lightning_methods.note_clipping(strategy.model, getattr(strategy, "_hf_zero_clipping", 0.0))
     _say(strategy, True)
 
 
 def format_batch_sizes(function: Callable[[Any], None], strategy: Any) -> None:
-    """Write Lightning's settings into the configuration, but not the Trainer's number for clipping, of which each step's ``clip_gradients``
-    tells the engine.
-    """
-    if finder.alias_is_active():
+    """Write Lightning's settings into the configuration; its number for clipping by value is no norm."""
+    trainer = getattr(strategy.lightning_module, "trainer", None)
+    by_value = str(getattr(getattr(trainer, "gradient_clip_algorithm", None), "value", "")) == "value"
+    own = strategy.config.get("gradient_clipping", 0.0)
+    strategy._hf_zero_clipping = float(own) if isinstance(own, (int, float)) else 0.0
+    if by_value and finder.alias_is_active():
         strategy.config.setdefault("gradient_clipping", 0.0)
     function(strategy)
 
