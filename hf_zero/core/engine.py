@@ -249,7 +249,7 @@ class Engine(nn.Module):
                 self.accumulation.refused()
                 raise
         self.accumulation.stepped()
-        self.spikes.loss.forget()
+        stepper.equal.forget()
         samples *= result.groups
         if result.groups:  # if not, another replica group has taken the step, and this one has received the state after it
             progress.count_step(samples, result.norm, result.skipped)

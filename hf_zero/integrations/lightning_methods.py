@@ -20,6 +20,7 @@ import torch
 from hf_zero.core.units.sharded_parameter import gradients_of
 from hf_zero.core.units.unit import find_unit
 from hf_zero.deepspeed.configured import ConfiguredEngine
+from hf_zero.deepspeed.engine import Engine
 from hf_zero.deepspeed.optimizer import DeepSpeedOptimizer
 from hf_zero.deepspeed.requests import set_gradient_clipping
 from hf_zero.deepspeed.safe_values import safe_get_full_grad
@@ -38,12 +39,20 @@ class _Clipping:
     Attributes:
         own: Number of the configuration, which counts in each step.
         shown: Number that ``engine.gradient_clipping()`` returns between steps: ``own``, or the Trainer's.
+        given: Number that the engine was given last; if it has another one, a script has set it since.
         step: Number of the coming step, if ``clip_gradients`` was called with one.
     """
 
     own: float
     shown: float
+    given: float
     step: float | None = None
+
+    def give(self, engine: Engine, number: float) -> None:
+        """Let ``engine`` clip at ``number`` from now on."""
+        if number != self.given:
+            set_gradient_clipping(engine, number)
+            self.given = number
 
 
 _clippings: weakref.WeakKeyDictionary[Any, _Clipping] = weakref.WeakKeyDictionary()
@@ -136,7 +145,7 @@ def clip_gradients(method: Callable[..., Any], precision: Any, optimizer: Any, c
         return
     clipping = _clipping_of(engine)
     clipping.step = min(clipping.step or clipping.own or clip_val, clip_val)
-    set_gradient_clipping(engine, clipping.step)
+    clipping.give(engine, clipping.step)
 
 
 def optimizer_step(method: Callable[..., Any], precision: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -145,26 +154,28 @@ def optimizer_step(method: Callable[..., Any], precision: Any, optimizer: Any, *
     if engine is None:
         return method(precision, optimizer, *args, **kwargs)
     clipping = _clipping_of(engine)
-    if clipping.step is None and clipping.shown != clipping.own:
-        set_gradient_clipping(engine, clipping.own)
+    if clipping.step is None:
+        clipping.give(engine, clipping.own)
     try:
         return method(precision, optimizer, *args, **kwargs)
     finally:
         clipping.step = None
-        if engine.gradient_clipping() != clipping.shown:
-            set_gradient_clipping(engine, clipping.shown)
+        clipping.give(engine, clipping.shown)
 
 
 def note_clipping(engine: Any, own: float) -> None:
     """Note the clipping number that the configuration of ``engine`` had before Lightning wrote the Trainer's into it."""
-    ours = isinstance(engine, ConfiguredEngine)
-    if ours:
-        _clippings[engine] = _Clipping(own, engine.gradient_clipping())
+    if isinstance(engine, Engine):
+        shown = engine.gradient_clipping()
+        _clippings[engine] = _Clipping(own, shown, shown)
 
 
-def _clipping_of(engine: Any) -> _Clipping:
-    present = engine.gradient_clipping()
-    return _clippings.setdefault(engine, _Clipping(present, present))
+def _clipping_of(engine: Engine) -> _Clipping:
+    """Return the numbers of ``engine``; one that a script has set (``optimizer.clip_grad``) takes the place of all."""
+    present, known = engine.gradient_clipping(), _clippings.get(engine)
+    if known is None or present != known.given:
+        known = _clippings[engine] = _Clipping(present, present, present)
+    return known
 
 
 def _engine_with(optimizer: Any) -> Any:

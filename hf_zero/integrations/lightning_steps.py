@@ -16,6 +16,7 @@ import torch
 from hf_zero.checkpoint.state.plain_state import load_plain_state
 from hf_zero.deepspeed.alias import finder
 from hf_zero.deepspeed.configured import ConfiguredEngine
+from hf_zero.deepspeed.engine import Engine
 from hf_zero.integrations import fabric_methods, lightning_methods
 from hf_zero.observe import warn_once
 
@@ -95,10 +96,10 @@ def batch_size(function: Callable[[Any], int], strategy: Any) -> int:
 
 def note_parameters(function: Callable[..., Any], strategy: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     """Make an engine of ``model`` and ``optimizer``, and note the parameters of its groups: a ``state_dict`` numbers them in this order."""
-    groups = (
-        optimizer.param_groups if optimizer is not None else [{"params": [param for param in model.parameters() if param.requires_grad]}]
-    )
-    strategy._hf_zero_groups = [list(group["params"]) for group in groups]
+    if optimizer is not None:
+        strategy._hf_zero_groups = [list(group["params"]) for group in optimizer.param_groups]
+    else:
+        strategy._hf_zero_groups = [[param for param in model.parameters() if param.requires_grad]]
     return function(strategy, model, optimizer, *args, **kwargs)
 
 
@@ -180,8 +181,7 @@ def clip_value(function: Callable[..., Any], strategy: Any, module: Any, optimiz
 
 def load_module(function: Callable[..., None], strategy: Any, module: Any, state_dict: Any, strict: bool = True) -> None:
     """Load whole weights under the names of the script's model (``fabric.load_raw``) into an engine's model and masters; collective."""
-    engine: Any = module if isinstance(module, ConfiguredEngine) else None
-    if engine is not None:
-        engine.load_module_state_dict(state_dict, strict=strict)
+    if isinstance(module, Engine):
+        module.load_module_state_dict(state_dict, strict=strict)
     else:
         function(strategy, module, state_dict, strict)

@@ -32,7 +32,7 @@ from hf_zero.pipeline.trial import (
     unchanged,
     uses_other_samples,
     way_that_agrees,
-    with_uneven_labels,
+    with_uneven_weights,
 )
 from hf_zero.system.trees import map_tensors, tensors_in
 from hf_zero.tensor_parallel import same_data
@@ -300,7 +300,7 @@ class PipelinedForward:
 
         A model that does not know the labels of the trial raises an error on the last stage alone; all ranks then take the labels as given.
         """
-        changed, tried = with_uneven_labels(self._own.model, given, count), None
+        changed, tried = with_uneven_weights(self._own.model, given, count), None
         if changed is not given:
             with suppress(Exception):
                 tried = self._trial(plan, changed, types)

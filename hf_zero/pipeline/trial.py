@@ -130,10 +130,12 @@ def _error(expected: torch.Tensor | None, found: torch.Tensor | None, weight: fl
     return error if error == error else math.inf
 
 
-def with_uneven_labels(model: nn.Module, given: Mapping[str, Any], count: int) -> Mapping[str, Any]:
-    """Return the arguments with half of the first part's labels masked where labels are tokens, so that the parts' weights differ, with one
-    answer behind its sequence, and with three quarters of the last part's tokens as padding if no part has any: a loss may be a mean over
-    the tokens that ``attention_mask`` keeps. Return ``given`` itself where nothing may be masked.
+def with_uneven_weights(model: nn.Module, given: Mapping[str, Any], count: int) -> Mapping[str, Any]:
+    """Return the arguments of the trial, whose parts have other weights in each way of adding up losses; ``given`` itself if nothing in it
+    may change.
+
+    Half of the first part's labels are masked where labels are tokens, and one answer is moved behind its sequence. If no part has padding,
+    three quarters of the last part's tokens become padding: a loss may be a mean over the tokens that ``attention_mask`` keeps.
 
     A model of a script may not know ``IGNORED``. On an accelerator an unknown label would end the process, so labels of such a model change
     only if they have some already.

@@ -8,10 +8,13 @@ without dropout are computed by torch's fused kernels where they serve; others r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from hf_zero.errors import UnsupportedError
 
 _TILE = 1 << 24  # scores computed at a time
 _ATEN: Any = torch.ops.aten
@@ -184,3 +187,34 @@ def _kept(weights: torch.Tensor, scores: Scores, turn: int) -> torch.Tensor | No
     generator = torch.Generator(weights.device).manual_seed(scores.seed * 4096 + turn)
     drawn = torch.rand(weights.shape, generator=generator, device=weights.device, dtype=torch.float32)
     return (drawn >= scores.dropout).to(weights.dtype) / (1.0 - scores.dropout)
+
+
+class _Refusal(torch.autograd.Function):
+    """Identity of gradients whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(value.view_as(value) for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise UnsupportedError(
+            "attention of context parallelism was differentiated twice (a gradient penalty, a backward with create_graph=True), and its "
+            "gradient has no derivative. Leave the penalty out, or train this model without it"
+        )
+
+
+def once_differentiable(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """Decorate the backward of a function of this attention as torch's decorator of this name does, with an error that names it."""
+
+    def once(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        with torch.no_grad():
+            found = backward(ctx, *gradients)
+        if not torch.is_grad_enabled():
+            return found
+        wanted = [index for index, value in enumerate(found) if isinstance(value, torch.Tensor)]
+        refused = _Refusal.apply(*(found[index].detach().requires_grad_() for index in wanted))  # type: ignore[no-untyped-call]
+        places = dict(zip(wanted, refused, strict=True))
+        return tuple(places.get(index, value) for index, value in enumerate(found))
+
+    return once

@@ -15,10 +15,10 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_zero.comm.collectives import Collectives
-from hf_zero.core.schedule.torch_internals import once_by, outside_compile
+from hf_zero.core.schedule.torch_internals import outside_compile
 from hf_zero.errors import UnsupportedError
 from hf_zero.sequence_parallel.attention import _OF_SLICES, Core, SlicedAttention, with_own_heads
-from hf_zero.sequence_parallel.blocks import Scores, added_to, attend, gradients, is_fused, merge
+from hf_zero.sequence_parallel.blocks import Scores, added_to, attend, gradients, is_fused, merge, once_differentiable
 from hf_zero.sequence_parallel.joining import Layout
 
 SDPA = "transformers.integrations.sdpa_attention"  # where the function is whose numbers blocks have
@@ -41,7 +41,7 @@ class _GatherKeys(torch.autograd.Function):
         return whole
 
     @staticmethod
-    @once_by("attention of context parallelism")
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         layout, across = ctx.layout, ctx.across
         sizes = [gradient.numel() // across.world for gradient in gradients]
@@ -108,7 +108,7 @@ class _Causal(torch.autograd.Function):
         return attended
 
     @staticmethod
-    @once_by("attention of context parallelism")
+    @once_differentiable
     def backward(ctx: Any, above: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         of_query, of_key, of_value = (torch.empty_like(given) for given in (query, key, value))

@@ -15,10 +15,9 @@ import torch
 from torch import nn
 
 from hf_zero.comm.collectives import Collectives, Pending
-from hf_zero.core.schedule.torch_internals import once_by
 from hf_zero.errors import UnsupportedError
 from hf_zero.sequence_parallel.attention import Core
-from hf_zero.sequence_parallel.blocks import Scores, added_to, attend, gradients, merge
+from hf_zero.sequence_parallel.blocks import Scores, added_to, attend, gradients, merge, once_differentiable
 from hf_zero.sequence_parallel.gathered import SDPA, ContextAttention, causal_rows, require_rows
 from hf_zero.sequence_parallel.joining import Layout
 
@@ -100,7 +99,7 @@ class _Ring(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_by("attention of context parallelism")
+    @once_differentiable
     def backward(ctx: Any, above: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         layout, across, rules = ctx.layout, ctx.across, ctx.rules

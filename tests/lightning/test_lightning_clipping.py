@@ -51,24 +51,21 @@ def make_module(manual: bool, algorithm: str = "norm") -> Any:
     return Module()
 
 
-def fit(folder: str, strategy: Any, manual: bool, algorithm: str = "norm", accumulation: int = 1) -> list[float]:
+def train(module: Any, folder: str, strategy: Any, samples: int, **options: Any) -> list[float]:
+    """Return the losses of a fit of ``module`` on random data; ``options`` are the Trainer's."""
     import lightning
 
     generator = torch.Generator().manual_seed(1)
-    data = TensorDataset(torch.randn(24, 4, generator=generator), torch.randn(24, 2, generator=generator))
-    module = make_module(manual, algorithm)
+    data = TensorDataset(torch.randn(samples, 4, generator=generator), torch.randn(samples, 2, generator=generator))
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=strategy,
-        max_epochs=1,
-        default_root_dir=folder,
-        accumulate_grad_batches=accumulation,
-        **quiet,
-    )
+    trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy=strategy, default_root_dir=folder, **quiet, **options)
     trainer.fit(module, DataLoader(data, batch_size=2))
     return list(module.losses)
+
+
+def fit(folder: str, strategy: Any, manual: bool, algorithm: str = "norm", accumulation: int = 1) -> list[float]:
+    options = {"max_epochs": 1, "accumulate_grad_batches": accumulation}
+    return train(make_module(manual, algorithm), folder, strategy, 24, **options)
 
 
 def check_clipping(folder: str) -> None:
@@ -85,40 +82,30 @@ def check_clipping(folder: str) -> None:
 
 
 def fit_with_a_number(folder: str, strategy: Any, way: str) -> list[float]:
-    """Return the losses of a fit whose Trainer has a number, and whose module or callback decides by epoch whether it counts."""
+    """Return the losses of a fit whose Trainer has a number, and whose module, callback or engine decides by epoch which one counts."""
     import lightning
+
+    by_engine = way == "engine" and strategy != "ddp"
 
     class Module(type(make_module(False))):  # type: ignore[misc]
         def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:
-            if way != "second epoch" or self.current_epoch > 0:
+            if not by_engine and (way in ("first epoch", "larger") or self.current_epoch > 0):
                 self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     class Changes(lightning.Callback):
         def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-            if way != "second epoch" and trainer.current_epoch > 0:
+            if by_engine and trainer.current_epoch > 0:
+                trainer.strategy.model.optimizer.clip_grad = 20 * CLIP
+            elif way != "second epoch" and trainer.current_epoch > 0:
                 trainer.gradient_clip_val = None if way == "first epoch" else 20 * CLIP
 
-    generator = torch.Generator().manual_seed(1)
-    data = TensorDataset(torch.randn(16, 4, generator=generator), torch.randn(16, 2, generator=generator))
-    module = Module()
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    lightning.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=strategy,
-        max_epochs=2,
-        default_root_dir=folder,
-        gradient_clip_val=CLIP,
-        callbacks=[Changes()],
-        **quiet,
-    ).fit(module, DataLoader(data, batch_size=2))
-    return list(module.losses)
+    return train(Module(), folder, strategy, 16, max_epochs=2, gradient_clip_val=CLIP, callbacks=[Changes()])
 
 
 def check_numbers(folder: str) -> None:
     from hf_zero.integrations import ZeroStrategy
 
-    for way, stage in (("second epoch", 3), ("first epoch", 2), ("larger", 0)):
+    for way, stage in (("second epoch", 3), ("first epoch", 2), ("larger", 0), ("engine", 1)):
         expected = fit_with_a_number(folder, "ddp", way)
         assert fit_with_a_number(folder, ZeroStrategy(stage=stage), way) == pytest.approx(expected, rel=1e-5), f"{way}, stage {stage}"
 

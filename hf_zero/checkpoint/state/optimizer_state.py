@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -312,7 +312,7 @@ class OptimizerPlan(GroupsPlan):
     def __init__(self, optimizer: ShardedOptimizer, tensor: TensorAxis, catalog: Catalog, decoder: Decoder) -> None:
         super().__init__(optimizer, catalog, decoder)
         self._tensor = tensor
-        self._cut_where_histories_differ()
+        cut_by_history(self.optimizer, self._history)
         self._segments = [self._plan(segment) for segment in optimizer.segments]
         names = [name for index in range(len(optimizer.param_groups)) for name in names_in_group(optimizer.units, index)]
         self.warn_of_fresh([name for name in names if not self._trained(name)])
@@ -378,20 +378,6 @@ class OptimizerPlan(GroupsPlan):
         has_rows = any(self._catalog.dtype(found, state_kind(state)) is not None for state in self._record.states)
         return self._found_numbers(slot), has_rows
 
-    def _cut_where_histories_differ(self) -> None:
-        """Cut segments between parameters that the saved optimizer has updated a different number of times; local, equal on all ranks."""
-        starts: dict[int, list[int]] = {}
-        for segment in self.optimizer.segments:
-            first = segment.unit.owned.start + segment.range.start
-            for before, slot in pairwise(slots_in(segment)):
-                if self._history(before) != self._history(slot):
-                    starts.setdefault(id(segment.tensor), []).append(slot.offset - first)
-        for unit in self.optimizer.units:
-            trained = [slot for slot in unit.layout.slots if slot.group != FROZEN and slot.numel]
-            if any(one.group == other.group and self._history(one) != self._history(other) for one, other in pairwise(trained)):
-                self.optimizer.cut(starts)
-                return
-
     def _numbers_of(self, trained: Sequence[tuple[ParamSlot, Located]]) -> dict[str, Any]:
         chosen = next((values for slot, _ in trained if (values := self._found_numbers(slot)) is not None), None)
         return self._decoder.decode(chosen) if chosen is not None else {}
@@ -413,6 +399,26 @@ def slots_in(segment: OwnedSegment) -> list[ParamSlot]:
     """Return the slots of the parameters that have elements in the segment."""
     inside = segment.range.shift(segment.unit.owned.start)
     return [slot for slot in segment.unit.layout.slots if slot.group == segment.group and slot.range.intersect(inside).numel]
+
+
+def cut_by_history(optimizer: ShardedOptimizer, history: Callable[[ParamSlot], Any]) -> None:
+    """Cut segments between parameters that the saved optimizer has updated a different number of times; local, equal on all ranks.
+
+    Args:
+        optimizer: The optimizer to cut.
+        history: Returns a value that differs between such parameters.
+    """
+    starts: dict[int, list[int]] = {}
+    for segment in optimizer.segments:
+        first = segment.unit.owned.start + segment.range.start
+        for before, slot in pairwise(slots_in(segment)):
+            if history(before) != history(slot):
+                starts.setdefault(id(segment.tensor), []).append(slot.offset - first)
+    for unit in optimizer.units:
+        trained = [slot for slot in unit.layout.slots if slot.group != FROZEN and slot.numel]
+        if any(one.group == other.group and history(one) != history(other) for one, other in pairwise(trained)):
+            optimizer.cut(starts)
+            return
 
 
 def placed(value: Any, like: torch.Tensor, on_device: bool) -> Any:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.state.optimizer_state import placed, slots_in
+from hf_zero.checkpoint.state.optimizer_state import cut_by_history, placed, slots_in
 from hf_zero.checkpoint.state.param_groups import EXECUTION_KEYS, update_group
 from hf_zero.core.optimizer.clones import options_of, row_names, state_at_start, state_names
 from hf_zero.core.optimizer.segments import OwnedSegment
@@ -131,25 +130,11 @@ class _Segments:
         """Return a value that differs between parameters that were updated a different number of times."""
         return self._rows(slot).keys(), {name: _plain(value) for name, value in self._numbers(slot).items()}
 
-    def _cut(self) -> None:
-        """Cut segments between parameters with different histories; local, and equal on all ranks."""
-        starts: dict[int, list[int]] = {}
-        for segment in self._optimizer.segments:
-            first = segment.unit.owned.start + segment.range.start
-            for before, slot in pairwise(slots_in(segment)):
-                if self._history(before) != self._history(slot):
-                    starts.setdefault(id(segment.tensor), []).append(slot.offset - first)
-        for unit in self._optimizer.units:
-            trained = [slot for slot in unit.layout.slots if slot.group != FROZEN and slot.numel]
-            if any(one.group == other.group and self._history(one) != self._history(other) for one, other in pairwise(trained)):
-                self._optimizer.cut(starts)
-                return
-
     def apply(self) -> None:
         """Replace all states; local."""
         optimizer = self._optimizer
         optimizer.state_store.settle()
-        self._cut()
+        cut_by_history(optimizer, self._history)
         for segment in optimizer.segments:
             group = optimizer.param_groups[segment.group]
             slots, on_device = slots_in(segment), bool(group.get("capturable") or group.get("fused"))

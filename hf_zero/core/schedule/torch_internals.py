@@ -133,47 +133,6 @@ def number_of(node: Any) -> int:
     return int(node._sequence_nr())
 
 
-class _Refusal(torch.autograd.Function):
-    """Identity of tensors whose backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, text: str, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.text = text
-        return tuple(value.view_as(value) for value in values)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise UnsupportedError(ctx.text)
-
-
-def once_by(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator like torch's ``once_differentiable``, for the backward of an autograd function.
-
-    Args:
-        what: Name of the computation, for the error that a derivative of its derivative raises.
-    """
-    text = (
-        f"{what} was differentiated twice (a gradient penalty, a backward with create_graph=True), and its gradient has no derivative. "
-        "Leave the penalty out, or train this model without it"
-    )
-
-    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
-        def once(ctx: Any, *gradients: Any) -> Any:
-            with torch.no_grad():
-                found = backward(ctx, *gradients)
-            if not torch.is_grad_enabled():
-                return found
-            found = found if isinstance(found, tuple) else (found,)
-            wanted = [index for index, value in enumerate(found) if isinstance(value, torch.Tensor)]
-            refused = _Refusal.apply(text, *(found[index].detach().requires_grad_() for index in wanted))  # type: ignore[no-untyped-call]
-            places = dict(zip(wanted, refused, strict=True))
-            return tuple(places.get(index, value) for index, value in enumerate(found))
-
-        return once
-
-    return decorate
-
-
 # -- torch.compile ------------------------------------------------------------------------------------------------------
 
 # Callback of torch.compile for frames of this thread; None if nothing compiles. Some versions of torch do not provide it.

@@ -14,12 +14,12 @@ from hf_zero.core.units.unit import Unit
 from hf_zero.memory.copies import Arriving
 from hf_zero.system.planning import has_values
 
-# Ranks compute whole tensors alike from the same inputs, so numbers differ only where a kernel adds in any order.
 _NAMES = (
     "losses",
     "inputs of divided layers, by their norms",
     "gradients for the parameters that each of them holds whole, by the sums of squares",
 )
+# Ranks compute whole tensors alike from the same inputs, so numbers differ only where a kernel adds in any order.
 _CLOSE_IN_32_BITS, _CLOSE_IN_16_BITS = (1e-5, 1e-7), (5e-4, 1e-5)  # relative and absolute difference that is allowed
 
 
@@ -107,9 +107,9 @@ class EqualCopies:
         found = f"different {name} ({' and '.join(f'{number:.8g}' for number in numbers)})"
         return (
             f"in the last step, the ranks {', '.join(map(str, self._ranks))}, which hold layers together "
-            f"(tensor_parallel.autotp_size), had {found}. Either they were given different samples, but must see the same; or the loss "
-            "used a tensor of which each rank has a part: activations inside a divided layer, in a branch of the forward that did not run "
-            "when the plan was made, or kept for a loss outside of the forward. Then name the layers whose outputs it uses in "
+            f"(tensor_parallel.autotp_size), had {found}. Either their samples or their random numbers differed, and must be the same; or "
+            "the loss used a tensor of which each rank has a part: activations inside a divided layer, in a branch of the forward that did "
+            "not run when the plan was made, or kept for a loss outside of the forward. Then name the layers whose outputs it uses in "
             "tensor_parallel.partition_config.layer_specs with partition_type 'skip', so that each rank holds them whole, or give "
             "tp_model_init(model, tp_size, inputs={...}) arguments that run this branch"
         )
