@@ -3,8 +3,8 @@
 [Note: context parallelism of accelerate] accelerate's own implementation patches torch's attention, drops masks, and treats each rank's
 loss as the mean of its part. Here ``maybe_context_parallel`` cuts the buffers in place, as accelerate documents it, and hooks of the model
 do the rest (``sequence_parallel/context_forward.py``). Trainer's batches are cut by the names of their tensors, which determine the
-padding. If Trainer computes a loss from outputs (label smoothing, ``compute_loss_func``), batches are not cut, because it needs complete
-outputs. Evaluation uses complete sequences.
+padding. If Trainer computes a loss from outputs (label smoothing, ``compute_loss_func``), or the model's forward is a script's own, batches
+are not cut, because the loss needs complete outputs. Evaluation uses complete sequences.
 """
 
 from __future__ import annotations
@@ -91,7 +91,10 @@ def _replace(buffer: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def cuts_batches(trainer: Any, inputs: Any) -> bool:
-    """Return whether a rank of context parallelism gets its part of ``inputs``: in training, unless Trainer computes a loss of outputs."""
+    """Return whether a rank of context parallelism gets its part of ``inputs``: in training, unless a loss needs whole sequences."""
+    divided = divided_forwards(trainer.model) if _is_ours() else None
+    if divided is not None and divided.inside:
+        return False
     of_outputs = getattr(trainer, "label_smoother", None) is not None or getattr(trainer, "compute_loss_func", None) is not None
     return torch.is_grad_enabled() and not (of_outputs and "labels" in inputs)
 

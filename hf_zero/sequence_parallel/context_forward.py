@@ -30,7 +30,14 @@ from hf_zero.sequence_parallel.joining import Layout, given_to_all, join_loss, j
 from hf_zero.sequence_parallel.masks import RowMasks
 from hf_zero.sequence_parallel.positions import OwnPositions, WholeRotary, require_even_temperature
 from hf_zero.sequence_parallel.ring import RingAttention, require_ring
-from hf_zero.sequence_parallel.sliceable import NO_ROUTERS, ROUTERS, require_dividable, sees_later_tokens, shifts_labels
+from hf_zero.sequence_parallel.sliceable import (
+    NO_ROUTERS,
+    ROUTERS,
+    has_own_forward,
+    require_dividable,
+    sees_later_tokens,
+    shifts_labels,
+)
 from hf_zero.sequence_parallel.whole_results import WholeLoss, keep_tokens, tokens_to_keep, whole_loss_of, without_labels
 
 _PER_TOKEN = ("logits", "last_hidden_state", "hidden_states")  # outputs (batch, tokens, ...), or tuples of such
@@ -71,6 +78,7 @@ class DividedForwards(BoundForwards):
 
     Attributes:
         layout: The division of sequences.
+        inside: Class name of the script's model, if only a part of it is divided (`sliceable.divided_part`); else "".
     """
 
     def __init__(
@@ -81,6 +89,7 @@ class DividedForwards(BoundForwards):
         if strategy == "alltoall":
             require_ring(model, implementation)
         self.layout = layout
+        self.inside = ""
         settings.prepare(implementation)
         kind = RingAttention if strategy == "alltoall" else ContextAttention
         self.attention = kind(model, layout, across, inside)
@@ -103,6 +112,16 @@ class DividedForwards(BoundForwards):
             if part is not model and hasattr(part, "get_input_embeddings"):  # a model of transformers
                 self._hooks.append(part.register_forward_pre_hook(self._begin_alone, prepend=True))
                 self._hooks.append(part.register_forward_hook(self._end_alone, always_call=True))
+
+    def be_inside(self, model: nn.Module) -> None:
+        """Record that this is the divided part of ``model``, whose outputs and loss are computed with whole sequences on every rank."""
+        self.inside = type(model).__name__
+        if has_own_forward(model):
+            warn_once(
+                f"context parallelism: the forward of {self.inside} is its own, and may compute any loss: the sequences of the model "
+                "inside are divided, and the rest, as logits and the loss, is computed for whole sequences on every rank. Results are "
+                "exact. To divide the rest too, compute the loss with shift_labels, or pass **kwargs of the forward to self.loss_function"
+            )
 
     def remove(self) -> None:
         """Take the hooks off; sequences are whole again."""
@@ -140,6 +159,11 @@ class DividedForwards(BoundForwards):
         self.attention.sliced = by_caller or model.training
         if not self.attention.sliced:
             return None
+        if by_caller and self.inside:
+            raise UnsupportedError(
+                f"context parallelism: the loss of {self.inside} needs whole sequences, and its batch was cut by maybe_context_parallel. "
+                "Call the model outside of maybe_context_parallel, with whole batches, which are divided inside of it"
+            )
         _require_plain(model, given)
         self._whole_loss = whole_loss_of(model, given)
         if by_caller and self._whole_loss is not None:
@@ -368,6 +392,6 @@ def said_of_context(error: HfZeroError) -> HfZeroError:
 
 
 def divided_forwards(model: nn.Module) -> DividedForwards | None:
-    """Return the hooks around the forwards of ``model``; None if it has none."""
-    found = bound_forwards(model)
-    return found if isinstance(found, DividedForwards) else None
+    """Return the hooks around the forwards of ``model``, or of the part of it that is divided; None if it has none."""
+    found = (bound_forwards(part) for part in model.modules())
+    return next((forwards for forwards in found if isinstance(forwards, DividedForwards)), None)

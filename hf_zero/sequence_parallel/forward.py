@@ -20,7 +20,7 @@ from hf_zero.sequence_parallel.batches import cache_in, is_slice
 from hf_zero.sequence_parallel.images import DividedImages
 from hf_zero.sequence_parallel.masks import WholeMasks
 from hf_zero.sequence_parallel.positions import OwnPositions, WholeRotary, require_even_temperature
-from hf_zero.sequence_parallel.sliceable import NO_ROUTERS, ROUTERS, StandIn, require_sliceable
+from hf_zero.sequence_parallel.sliceable import NO_ROUTERS, ROUTERS, StandIn, require_sliceable, shifts_slices
 from hf_zero.sequence_parallel.whole_inputs import WholeInputs
 from hf_zero.sequence_parallel.whole_results import KEPT
 from hf_zero.system.trees import tensors_in
@@ -298,6 +298,12 @@ class SlicedForwards(BoundForwards):
             raise UnsupportedError("sequence parallelism: output_attentions=True is not supported, no rank has all heads of its tokens")
         if kwargs.get(ROUTERS, getattr(model.config, ROUTERS, False)):
             raise UnsupportedError(NO_ROUTERS)
+        if shifts_slices(model, kwargs):
+            raise UnsupportedError(
+                f"sequence parallelism: the forward of {type(model).__name__} is its own, got labels, and reads no shift_labels: it would "
+                "shift labels inside each slice, which were shifted before. Compute its loss with shift_labels, or pass **kwargs of the "
+                "forward to self.loss_function, or use context parallelism (hf_zero.context_parallel_size), which gives it whole sequences"
+            )
         for name in KEPT:
             if isinstance(kwargs.get(name), torch.Tensor) or kwargs.get(name):
                 raise UnsupportedError(

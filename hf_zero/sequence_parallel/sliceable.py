@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -212,14 +212,89 @@ def require_dividable(model: nn.Module, inside: int, implementation: str | None)
         raise UnsupportedError(
             f"context parallelism: attention of {name} is computed by {found!r}; make the model with attn_implementation='sdpa' or 'eager'"
         )
-    if not shifts_labels(model) and not _classes(base)[0].__name__.endswith(_TOKEN_TASKS):
+    if not _loss_is_of_tokens(base):
         raise UnsupportedError(
-            f"context parallelism: the loss of {name} is not one of each token, or is not known to be (causal and masked language models "
-            "and token classification are supported), so losses of parts of sequences cannot be joined"
+            f"context parallelism: the loss of {name} is not one of each token, or is not known to be, so losses of parts of sequences "
+            "cannot be joined, and there is no single model of transformers inside whose sequences could be divided in its place"
         )
     if any(getattr(part, "pooler", None) is not None for part in base.modules()):
         raise UnsupportedError(f"context parallelism: {name} pools one token of whole sequences; make it with add_pooling_layer=False")
     return found
+
+
+def divided_part(model: nn.Module) -> nn.Module:
+    """Return the part of ``model`` whose forward can be given parts of sequences under context parallelism.
+
+    It is the model itself if the losses of parts make up the loss of whole sequences. A forward that a script has written may compute any
+    loss, and one that classifies sequences needs whole ones: there it is the transformers model inside, and the rest of the forward is
+    computed with whole sequences on every rank. Without a single such model it is ``model``, which `require_dividable` refuses.
+    """
+    base = _inside(model)
+    if _is_model(base) and _loss_is_of_tokens(base):
+        return model
+    inside = getattr(base, "base_model", base) if _is_model(base) else base
+    if inside is base:
+        found = _outermost(base)
+        inside = found[0] if len(found) == 1 else base
+    return model if inside is base else divided_part(inside)
+
+
+def _is_model(part: nn.Module) -> bool:
+    return hasattr(part, "get_input_embeddings")
+
+
+def _outermost(base: nn.Module) -> list[nn.Module]:
+    """Return the models of transformers inside ``base`` that lie in no other."""
+    return [found for part in base.children() for found in ([part] if _is_model(part) else _outermost(part))]
+
+
+def _loss_is_of_tokens(base: Any) -> bool:
+    """Return whether the loss of a model's forward is a mean over the labels of its tokens, which parts of sequences make up.
+
+    This is known of transformers' own forwards for tasks of one output per token, and taken for granted of others that read
+    ``shift_labels`` or pass further arguments to the model's ``loss_function``, as fused losses do.
+    """
+    if not has_own_forward(base):
+        return shifts_labels(base) or _classes(base)[0].__name__.endswith(_TOKEN_TASKS)
+    takes_labels = "labels" in inspect.signature(inspect.unwrap(base.forward)).parameters
+    return (not takes_labels and _is_base(base)) or reads_shifted_labels(base)
+
+
+def has_own_forward(model: nn.Module) -> bool:
+    """Return whether a script has written the forward of a model, or of the model in an adapter."""
+    return not str(getattr(inspect.unwrap(_inside(model).forward), "__module__", "")).startswith("transformers.")
+
+
+def shifts_slices(model: nn.Module, given: Mapping[str, Any]) -> bool:
+    """Return whether a forward of a script's own would shift labels that were shifted before slices were cut.
+
+    Args:
+        model: The model, or an adapter around it.
+        given: Arguments of its forward, by name.
+    """
+    if given.get("labels") is None or not has_own_forward(model) or reads_shifted_labels(model):
+        return False
+    forward = inspect.unwrap(_inside(model).forward)
+    code = getattr(getattr(forward, "__func__", forward), "__code__", None)
+    passes_on = any(found.kind is found.VAR_KEYWORD for found in inspect.signature(forward).parameters.values())
+    return not (passes_on and (code is None or "super" in code.co_names))
+
+
+def _is_base(base: nn.Module) -> bool:
+    """Return whether a model has no other inside that computes without its head."""
+    return getattr(base, "base_model", base) is base and not _outermost(base)
+
+
+def reads_shifted_labels(model: nn.Module) -> bool:
+    """Return whether a forward of a script's own computes its loss with ``shift_labels``, or leaves the loss to ``loss_function``."""
+    forward = inspect.unwrap(_inside(model).forward)
+    code = getattr(getattr(forward, "__func__", forward), "__code__", None)
+    if code is None:
+        return False
+    passes_on = any(given.kind is given.VAR_KEYWORD for given in inspect.signature(forward).parameters.values())
+    if passes_on and "loss_function" in code.co_names:
+        return True
+    return "shift_labels" in (*code.co_varnames, *code.co_names, *code.co_consts)
 
 
 def shifts_labels(model: nn.Module) -> bool:

@@ -14,6 +14,7 @@ from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.sequence_parallel.context_forward import DividedForwards
 from hf_zero.sequence_parallel.forward import SlicedForwards, SliceSettings, is_bound
 from hf_zero.sequence_parallel.joining import Layout
+from hf_zero.sequence_parallel.sliceable import divided_part
 
 
 class SequenceParallel:
@@ -101,11 +102,14 @@ class ContextParallel(SequenceParallel):
         self.layout = Layout(open_collectives(self.axis), inside.world if inside is not None else 1)
 
     def bind(self, model: nn.Module) -> None:
-        """Make training forwards of ``model`` forwards over parts of sequences."""
-        if self.settings is None or is_bound(model, self.settings):
+        """Make training forwards of ``model``, or of the part of it that can be divided, forwards over parts of sequences."""
+        part = divided_part(model)
+        if self.settings is None or is_bound(part, self.settings):
             return
         inside = open_collectives(self.inside) if self.inside is not None else None
-        DividedForwards(model, self.layout, open_collectives(self.across), inside, self.settings, self.strategy)
+        divided = DividedForwards(part, self.layout, open_collectives(self.across), inside, self.settings, self.strategy)
+        if part is not model:
+            divided.be_inside(model)
 
 
 def sequence_parallel_of(size: int, mpu: Any) -> SequenceParallel | None:

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from hf_zero.errors import ConfigError
@@ -20,6 +22,7 @@ from tests.support.trainers import clean_state, rows
 
 pytest.importorskip("accelerate", minversion="1.12")
 pytest.importorskip("transformers", minversion="5.0")
+from transformers import LlamaForCausalLM  # noqa: E402 - where there is transformers
 
 
 def parallelism(size: int, strategy: str = "allgather", **sizes: int) -> Any:
@@ -143,6 +146,18 @@ def test_accelerate_loop_over_four_ranks() -> None:
         assert "sp_attn_implementation of the ParallelismConfig is 'flash_attention_2' and the model was made with" in attention
 
 
+class _OwnForward(LlamaForCausalLM):
+    """A model with a forward as research code has it, which shifts labels itself."""
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None) -> Any:  # type: ignore[override]
+        logits = self.lm_head(self.model(input_ids, attention_mask=attention_mask).last_hidden_state)
+        return {"loss": cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), "logits": logits}
+
+
+def _shifting_itself() -> nn.Module:
+    return _OwnForward(llama().config)  # type: ignore[arg-type]
+
+
 def trainer_run(folder: str, stage: int | None, size: int, resume: bool = False, **extra: Any) -> dict[str, list[float]]:
     """Losses and norms of a Trainer, an evaluation and a prediction; on one rank without ``stage``."""
     from transformers import Trainer, TrainingArguments
@@ -152,6 +167,7 @@ def trainer_run(folder: str, stage: int | None, size: int, resume: bool = False,
             del os.environ[name]
         accumulation = extra.get("gradient_accumulation_steps", 1)
         groups, sizes, shared = split(size, extra.pop("axes", {}))
+        make = _shifting_itself if extra.pop("own_forward", False) else llama
         args = TrainingArguments(
             output_dir=folder, per_device_train_batch_size=2 // groups, per_device_eval_batch_size=4, max_steps=6, learning_rate=1e-2,
             logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, seed=3, lr_scheduler_type="constant", save_strategy="steps",
@@ -159,7 +175,7 @@ def trainer_run(folder: str, stage: int | None, size: int, resume: bool = False,
             parallelism_config=parallelism(size, dp_shard_size=groups, **sizes) if size > 1 else None, include_num_input_tokens_seen="all",
             **extra,
         )  # fmt: skip
-        trainer = Trainer(model=build(llama), args=args, train_dataset=rows(20, 1), eval_dataset=rows(16, 2))
+        trainer = Trainer(model=build(make), args=args, train_dataset=rows(20, 1), eval_dataset=rows(16, 2))
         trainer.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-3") if resume else None)
         history = trainer.state.log_history
         found = {name: [float(entry[name]) for entry in history if name in entry] for name in ("loss", "grad_norm")}
@@ -186,6 +202,7 @@ def _divided(folder: str, stage: int, size: int, extra: dict[str, Any]) -> dict[
         (2, 3, {"gradient_accumulation_steps": 2}),
         (4, 2, {}),
         (2, 2, {"label_smoothing_factor": 0.1}),
+        (2, 1, {"own_forward": True, "gradient_accumulation_steps": 2}),
         pytest.param(4, 3, {"axes": {"sequence_parallel_size": 2}}, marks=pytest.mark.slow),
         pytest.param(4, 2, {"axes": {"sp_size": 2}, "gradient_accumulation_steps": 2}, marks=pytest.mark.slow),
         (4, 3, {"axes": {"tp_size": 2}}),

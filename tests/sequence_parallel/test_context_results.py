@@ -21,6 +21,9 @@ from tests.support.parity import Run
 from tests.support.sequences import Data, build, llama
 
 pytest.importorskip("transformers", minversion="5.0")
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification  # noqa: E402 - where there is transformers
+from transformers.modeling_outputs import CausalLMOutput  # noqa: E402
+
 LENGTH = 16
 
 
@@ -55,6 +58,53 @@ def _in_a_tuple(model: nn.Module, batch: Batch) -> Tensor:
     return model(**batch, return_dict=False)[0]  # type: ignore[no-any-return]
 
 
+class _OwnForward(LlamaForCausalLM):
+    """A model as research code writes it: labels are shifted in the forward, and tokens may have weights."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, weights: Tensor | None = None) -> CausalLMOutput:  # type: ignore[override]
+        logits = self.lm_head(self.model(input_ids).last_hidden_state)
+        if labels is None:
+            return CausalLMOutput(logits=logits)
+        losses = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
+        by = torch.ones_like(losses) if weights is None else weights[:, 1:].flatten()
+        return CausalLMOutput(loss=(losses * by).sum() / by.sum(), logits=logits)
+
+
+class _WithPenalty(LlamaForCausalLM):
+    """A model that adds a penalty to the loss of the library's forward."""
+
+    def forward(self, **kwargs: Any) -> Any:  # type: ignore[override]
+        output = super().forward(**kwargs)
+        output.loss = output.loss + 0.1 * output.logits.logsumexp(-1).square().mean()
+        return output
+
+
+class _Wrapped(nn.Module):
+    """A model around a model of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner: Any = llama()
+        self.head = nn.Linear(self.inner.config.vocab_size, 1)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return (self.head(self.inner(input_ids).logits.tanh()).squeeze(-1) - labels / 64).square().mean()
+
+
+def _made(kind: type) -> Callable[[], nn.Module]:
+    return lambda: kind(llama().config)
+
+
+def _classifier() -> nn.Module:
+    config: Any = llama().config
+    config.num_labels, config.pad_token_id = 3, 0
+    return LlamaForSequenceClassification(config)  # type: ignore[no-any-return]
+
+
+def _with_weights(model: nn.Module, batch: Batch) -> Tensor:
+    return model(**batch, weights=torch.linspace(0.1, 2, LENGTH).expand(batch["labels"].shape)).loss  # type: ignore[no-any-return]
+
+
 def check_results() -> None:
     """The loss and the norm of its gradient are those of one rank."""
     cases: list[tuple[Callable[[], nn.Module], Callable[[nn.Module, Batch], Tensor]]] = [
@@ -63,19 +113,34 @@ def check_results() -> None:
         (_with_own_loss, lambda model, batch: model(**batch).loss),
         (_with_own_loss, _in_a_tuple),
         (llama, _ignoring_zeros),
+        (_made(_OwnForward), lambda model, batch: model(**batch).loss),
+        (_made(_OwnForward), _with_weights),
+        (_made(_WithPenalty), lambda model, batch: model(**batch).loss),
+        (_Wrapped, lambda model, batch: model(**batch)),
+        (_classifier, lambda model, batch: model(input_ids=batch["input_ids"], labels=batch["labels"][:, 0] % 3).loss),
     ]
     for place, (make, loss_of) in enumerate(cases):
         plain, batch = build(make), script_batch(Data(length=LENGTH), 0)
         expected = loss_of(plain, batch)
         expected.backward()
         norm = torch.stack([param.grad.norm() for param in plain.parameters() if param.grad is not None]).norm()
-        engine = hf_zero.initialize(model=build(make), config=config(Run(stage=1), 2))[0]
+        engine = hf_zero.initialize(model=build(make), config=config(Run(stage=1 + 2 * (place % 2)), 2))[0]
         loss = loss_of(engine, batch)
         assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-5), place
         engine.backward(loss)
         engine.step()
         assert parity.as_float(engine.get_global_grad_norm()) == pytest.approx(float(norm), rel=1e-4), place
         engine.destroy()
+
+
+def test_slices_refuse_a_forward_that_shifts_labels_itself() -> None:
+    labels = torch.zeros(1, LENGTH, dtype=torch.long)
+    own: Any = _made(_OwnForward)()
+    with pytest.raises(UnsupportedError, match="the forward of _OwnForward is its own, got labels, and reads no shift_labels"):
+        SlicedForwards._refuse_requests(own, {"labels": labels})
+    SlicedForwards._refuse_requests(own, {"input_ids": labels})
+    for passes_them_on in (_made(_WithPenalty)(), llama()):
+        SlicedForwards._refuse_requests(passes_them_on, {"labels": labels, "shift_labels": labels})
 
 
 def test_logits_of_some_tokens_and_losses_of_whole_sequences() -> None:

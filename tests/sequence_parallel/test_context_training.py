@@ -326,7 +326,7 @@ def refused() -> list[str]:
 def test_what_cannot_be_divided_is_refused_by_name() -> None:
     texts = [
         "context parallelism: Own is no model of transformers",
-        "loss of BertForSequenceClassification is not one of each token",
+        "BertModel pools one token of whole sequences",
         "Mamba",
         "context parallelism: XGLMForCausalLM cannot be divided, because it does not call its attention",
         "T5ForConditionalGeneration is an encoder-decoder",
