@@ -24,6 +24,7 @@ from hf_zero.assembly.out_of_memory import OutOfMemory
 from hf_zero.assembly.reports import reports_of
 from hf_zero.assembly.units import Joiner, UnitBuilder, persist_and_reshard
 from hf_zero.checkpoint.engine_checkpoints import EngineCheckpoints
+from hf_zero.checkpoint.state.plain_state import load_plain_state
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.hang_watch import LongWaits
 from hf_zero.comm.topology import Topology
@@ -169,7 +170,9 @@ class PartsBuilder:
     def _optimizer(self, inner: torch.optim.Optimizer, trained: list[Unit], whole_tensors: bool) -> ShardedOptimizer:
         together = open_collectives(self.topology.expert) if self.topology.expert is not None else None
         store = self.offloading.state_store
-        return sharded_optimizer(inner, trained, self.stage, self.collectives, store, whole_tensors, together)
+        optimizer = sharded_optimizer(inner, trained, self.stage, self.collectives, store, whole_tensors, together)
+        optimizer.load_plain = load_plain_state
+        return optimizer
 
     def _parts(
         self,

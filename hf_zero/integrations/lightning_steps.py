@@ -94,15 +94,6 @@ def batch_size(function: Callable[[Any], int], strategy: Any) -> int:
     return function(strategy) if getattr(getattr(loader, "batch_sampler", None), "batch_size", None) else 1
 
 
-def note_parameters(function: Callable[..., Any], strategy: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Make an engine of ``model`` and ``optimizer``, and note the parameters of its groups: a ``state_dict`` numbers them in this order."""
-    if optimizer is not None:
-        strategy._hf_zero_groups = [list(group["params"]) for group in optimizer.param_groups]
-    else:
-        strategy._hf_zero_groups = [[param for param in model.parameters() if param.requires_grad]]
-    return function(strategy, model, optimizer, *args, **kwargs)
-
-
 def restores_optimizer(function: Callable[[Any], bool], strategy: Any) -> bool:
     """Return True for a checkpoint of one file with the state of an optimizer, as other strategies write it: ``load_optimizer`` loads it.
 
@@ -115,11 +106,11 @@ def restores_optimizer(function: Callable[[Any], bool], strategy: Any) -> bool:
 
 def load_optimizer(function: Callable[..., None], strategy: Any, checkpoint: Any) -> None:
     """Load the state of an optimizer that another strategy has written, by parameter; local. If it does not fit, warn and load none."""
-    groups, engine, states = getattr(strategy, "_hf_zero_groups", None), strategy.model, checkpoint.get("optimizer_states")
-    if groups is None or not states or not isinstance(engine, ConfiguredEngine):
+    engine, states = strategy.model, checkpoint.get("optimizer_states")
+    if not states or not isinstance(engine, ConfiguredEngine):
         function(strategy, checkpoint)
         return
-    reason = load_plain_state(engine.optimizer, states[0], groups, dict(engine.module.named_parameters()))
+    reason = load_plain_state(engine.optimizer, states[0])
     if reason:
         warn_once(
             f"the checkpoint's optimizer state was not loaded: {reason}. Weights and loops are those of the checkpoint; the optimizer "

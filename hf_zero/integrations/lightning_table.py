@@ -64,7 +64,6 @@ LIGHTNING_STRATEGIES = tuple(
                 "init_deepspeed": "init_deepspeed",
                 "_format_batch_size_and_grad_accum_config": "format_batch_sizes",
                 "_auto_select_batch_size": "batch_size",
-                "_setup_model_and_optimizer": "note_parameters",
                 "lightning_restore_optimizer": "restores_optimizer",
                 "load_optimizer_state_dict": "load_optimizer",
             },

@@ -12,6 +12,7 @@ import torch
 from hf_zero.checkpoint.state.optimizer_state import cut_by_history, placed, slots_in
 from hf_zero.checkpoint.state.param_groups import EXECUTION_KEYS, update_group
 from hf_zero.core.optimizer.clones import options_of, row_names, state_at_start, state_names
+from hf_zero.core.optimizer.held_params import nested_of
 from hf_zero.core.optimizer.segments import OwnedSegment
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
@@ -20,26 +21,30 @@ from hf_zero.core.units.parts import part_of
 from hf_zero.core.units.unit import find_unit
 
 
-def load_plain_state(
-    optimizer: ShardedOptimizer, saved: Mapping[str, Any], groups: Sequence[Sequence[torch.Tensor]], named: Mapping[str, torch.Tensor]
-) -> str:
+def load_plain_state(optimizer: ShardedOptimizer, saved: Mapping[str, Any]) -> str:
     """Load the settings of the param groups and the states of all parameters, as torch's ``load_state_dict`` does; local.
 
     Args:
         optimizer: The engine's optimizer; every rank loads the same ``saved``.
         saved: Result of ``state_dict`` of a torch optimizer; parameters are numbers, or names as FSDP writes them.
-        groups: Parameters of each param group, in the order in which the script gave them to its optimizer.
-        named: Parameters of the model by name.
 
     Returns:
         "", or the reason why nothing was loaded.
     """
+    groups = optimizer.given
     own, theirs = [len(group) for group in groups], [len(group["params"]) for group in saved["param_groups"]]
     by_name = any(isinstance(key, str) for group in saved["param_groups"] for key in group["params"])
     if len(own) != len(theirs) or (own != theirs and not by_name):
         return f"its optimizer has param groups of {theirs} parameters, and this one has groups of {own}"
     keys = [key for group in saved["param_groups"] for key in group["params"]]
-    ordered = [named.get(str(key)) for key in keys] if by_name else [param for group in groups for param in group]
+    if others := [str(key) for key in saved["state"] if key not in set(keys)]:
+        return f"it keeps states of no parameter ({', '.join(others[:5])})"
+    if nested_of(optimizer.inner):
+        return f"{type(optimizer.inner).__name__} holds other optimizers, whose states it may keep elsewhere"
+    ordered: list[Any] = [param for group in groups for param in group]
+    if by_name:
+        named = {owner[0].layout.slots[owner[1]].name: param for param in ordered if (owner := find_unit(param)) is not None}
+        ordered = [named.get(str(key)) for key in keys]
     states = {}
     for key, param in zip(keys, ordered, strict=True):
         owner, state = find_unit(param) if param is not None else None, saved["state"].get(key)

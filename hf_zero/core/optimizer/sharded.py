@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from hashlib import sha256
 from typing import Any, Protocol, TypeVar
 from weakref import ref
 
@@ -36,6 +37,9 @@ class RankMemory(Protocol):
         """Restore the result of ``rank_states``."""
 
 
+_PARTS = "hf_zero_parts"  # key of a state_dict: the parts of parameters that it is of
+
+
 class ShardedOptimizer(torch.optim.Optimizer):
     """Torch optimizer over flat master shards.
 
@@ -52,6 +56,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         overflow: Whether the last step was skipped for a gradient that is not finite.
         cut_segments: Whether parameters in one segment's range may have different step counts; the same on all ranks.
         own: Methods of ``inner`` that scripts may call.
+        given: The parameters of each param group, in the order in which the script gave them.
+        load_plain: Function that loads the state of a plain torch optimizer, and returns "", or why it has loaded nothing; None without.
         norm: Norm of all gradients in the last step, before clipping, 0-dim tensor, inf if that step was skipped; None before the first.
 
     Args:
@@ -84,6 +90,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         complete(inner)
         join_states(inner)
         self.own = OwnObject(inner)
+        self.given = [list(group["params"]) for group in inner.param_groups]
+        self.load_plain: Callable[[ShardedOptimizer, Mapping[str, Any]], str] | None = None
         self.segments = Segments()
         for group, tensors in zip(inner.param_groups, self._lay_out(), strict=True):
             group["params"] = tensors
@@ -166,7 +174,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.connect(None, None)
         self.state_store.close()
         self.inner.state.clear()
-        self.segments, self.units = Segments(), []
+        self.segments, self.units, self.given = Segments(), [], []
         self.own.parts.watch(())
         for group in self.inner.param_groups:
             group["params"] = []
@@ -256,7 +264,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Return this rank's part of the state. To save a run use ``save_checkpoint``, which any number of ranks can read."""
         for before in (*self._optimizer_state_dict_pre_hooks.values(),):
             before(self)
-        state = self._own_state_dict()
+        state = {**self._own_state_dict(), _PARTS: self._own_parts()}
         for after in (*self._optimizer_state_dict_post_hooks.values(),):
             changed = after(self, state)
             state = state if changed is None else changed
@@ -266,15 +274,44 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.state_store.settle()
         return self.inner.state_dict()
 
+    def _own_parts(self) -> str:
+        """Return a short text that tells the parts of parameters apart whose states this rank keeps."""
+        parts = [(segment.unit.name, segment.group, segment.unit.owned.start, str(segment.range)) for segment in self.segments]
+        return sha256(repr(parts).encode()).hexdigest()[:16]
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
-        """Restore a ``state_dict`` of the same rank and world size."""
+        """Restore a ``state_dict`` of the same rank and world size, or one of a plain torch optimizer, which every rank loads.
+
+        Raises:
+            StateError: The state is of other parts of the parameters than this rank's, or of a plain optimizer that does not fit.
+        """
         state = dict(state_dict)
         for before in (*self._optimizer_load_state_dict_pre_hooks.values(),):
             changed = before(self, state)
             state = state if changed is None else changed
-        self._load_own_state_dict(state)
+        if not self._loads_plain(state):
+            self._load_own_state_dict({name: value for name, value in state.items() if name != _PARTS})
         for after in (*self._optimizer_load_state_dict_post_hooks.values(),):
             after(self)
+
+    def _loads_plain(self, state: Mapping[str, Any]) -> bool:
+        """Load ``state`` if a plain torch optimizer has written it, and return whether; raise if it is no state of this rank."""
+        parts = state.get(_PARTS)
+        if parts is not None and parts != self._own_parts():
+            raise StateError(
+                "optimizer.load_state_dict got the state of other parts of the parameters than this rank trains: optimizer.state_dict() "
+                "returns the part of one rank, and this one is from another rank, another number of ranks, or another configuration. Save "
+                "with save_checkpoint (accelerator.save_state), and resume with load_checkpoint (accelerator.load_state) on any number of "
+                "ranks; or save a file per rank"
+            )
+        if parts is not None or self.load_plain is None or not state.keys() >= {"state", "param_groups"}:
+            return False
+        if reason := self.load_plain(self, state):
+            raise StateError(
+                f"optimizer.load_state_dict got the state of a plain torch optimizer that does not fit: {reason}. Nothing was loaded. Load "
+                "it into an optimizer of the same kind with the same param groups"
+            )
+        return True
 
     def _load_own_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.state_store.settle()
@@ -300,6 +337,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if taken is not None:
             raise ValueError(f"{taken[0].layout.slots[taken[1]].name}: some parameters appear in more than one parameter group")
         self.inner.add_param_group({**param_group, "params": params})
+        self.given.append(params)
 
     @property
     def param_states(self) -> ParamStates:
