@@ -24,7 +24,7 @@ from hf_zero.assembly.out_of_memory import OutOfMemory
 from hf_zero.assembly.reports import reports_of
 from hf_zero.assembly.units import Joiner, UnitBuilder, persist_and_reshard
 from hf_zero.checkpoint.engine_checkpoints import EngineCheckpoints
-from hf_zero.checkpoint.state.plain_state import load_plain_state
+from hf_zero.checkpoint.state.plain_state import load_plain_state, resume_from, take_plain_state
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.hang_watch import LongWaits
 from hf_zero.comm.topology import Topology
@@ -114,6 +114,7 @@ class PartsBuilder:
             trains_all: Whether ``inner`` trains every parameter that requires a gradient, because the caller has named none.
         """
         self._trains_all = trains_all
+        started = take_plain_state(inner) if inner is not None else None
         whole_tensors = inner is not None and steps_whole_tensors(inner, self.config, self.topology, self.stage)
         if self.stage.parameters_sharded and self.topology.world > 1:
             warn_if_built_whole(self.module)
@@ -134,6 +135,8 @@ class PartsBuilder:
             refuse_steps_over(self.collectives.data, runtime)
         if inner is not None and gradients is not None and reducer is not None:
             optimizer = self._optimizer(inner, trained, whole_tensors)
+            if started is not None:
+                resume_from(optimizer, started)
             gradients.add_errors_to_checkpoints_of(optimizer)
             joiner = self._joiner(builder, runtime, reducer, optimizer, units, gradients)
             trained_units = self._trained_units(optimizer, builder, reducer, joiner)

@@ -30,6 +30,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hf_zero.core.engine import Engine as CoreEngine
+from hf_zero.core.optimizer.segments import is_fresh
 from hf_zero.core.optimizer.sharded import REPLACES, ShardedOptimizer
 from hf_zero.deepspeed.engine import Engine
 from hf_zero.deepspeed.requests import set_gradient_clipping, set_train_batch_size
@@ -413,10 +414,12 @@ def _gradient_state() -> Any:
 def map_optimizer(method: Callable[..., Any], optimizer: Any) -> Any:
     """Replace ``accelerate.accelerator.map_pytorch_optim_to_deepspeed``: remember whose place the new optimizer takes; local.
 
-    A scheduler of the script keeps the old optimizer. torch's schedulers warn that they were stepped before it unless it is marked as
-    stepped too.
+    A state that the script has loaded is the new optimizer's, which accelerate would begin without. A scheduler of the script keeps the old
+    optimizer. torch's schedulers warn that they were stepped before it unless it is marked as stepped too.
     """
     found = method(optimizer)
     if found is not optimizer:
         setattr(found, REPLACES, optimizer)
+        if not is_fresh(optimizer):
+            found.state.update(optimizer.state)
     return found

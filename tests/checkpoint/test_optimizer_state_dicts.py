@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hf_zero
-from hf_zero.errors import StateError
+from hf_zero.errors import ConfigError, StateError
 from tests.support import ranks
 
 STEPS = 3
@@ -160,3 +160,75 @@ def _unfit() -> None:
 
 def test_a_plain_state_that_does_not_fit_is_one_error() -> None:
     ranks.run_ranks(_unfit, 2)
+
+
+def _loaded_before() -> None:
+    """The script loads weights and optimizer before it prepares them, as scripts for DDP do it."""
+    host = {"offload_optimizer": {"device": "cpu"}}
+    for make in (_adamw, _sgd, _whole):
+        weights, state, expected = _plain(make)
+
+        def loaded(model: nn.Module, make: Made = make, state: dict[str, Any] = state) -> torch.optim.Optimizer:
+            optimizer = make(model)
+            optimizer.load_state_dict(state)
+            return optimizer
+
+        for zero in ({"stage": 0}, {"stage": 3}, {"stage": 2, **host}):
+            engine = _engine(loaded, zero, weights)
+            assert _train(engine, range(STEPS, 2 * STEPS)) == pytest.approx(expected, rel=1e-5)
+            engine.destroy()
+
+
+def test_state_that_the_optimizer_has_before_initialize_is_continued() -> None:
+    ranks.run_ranks(_loaded_before, 2)
+
+
+def _prepare(make: Made, zero: dict[str, Any]) -> tuple[Any, Any, Any, list[float]]:
+    """Return an Accelerator with an engine and an optimizer, whose state was loaded before, and the losses of plain PyTorch."""
+    from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin
+
+    weights, state, expected = _plain(make)
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0, "zero_optimization": zero}
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    model = _model()
+    model.load_state_dict(weights)
+    optimizer = make(model)
+    optimizer.load_state_dict(state)
+    return accelerator, *accelerator.prepare(model, optimizer), expected
+
+
+def _prepared(stage: int, host: bool) -> None:
+    from tests.support.trainers import clean_state
+
+    with clean_state():
+        zero = {"stage": stage, **({"offload_optimizer": {"device": "cpu"}} if host else {})}
+        accelerator, engine, optimizer, expected = _prepare(_adamw, zero)
+        losses = []
+        for step in range(STEPS, 2 * STEPS):
+            loss = _loss(engine, step)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(("stage", "host"), [(3, False), (2, True)])
+def test_state_that_the_optimizer_has_before_prepare_is_continued(stage: int, host: bool) -> None:
+    pytest.importorskip("accelerate")
+    ranks.run_ranks(_prepared, 2, stage, host)
+
+
+def _of_another_kind() -> None:
+    """Accelerate replaces SGD by an Adam on the host, which cannot go on with momentum."""
+    from tests.support.trainers import clean_state
+
+    text = r"the DeepSpeedCPUAdam given to initialize\(\) already has state, which cannot be continued: its optimizer keeps momentum_buffer"
+    with clean_state(), pytest.raises(ConfigError, match=text):
+        _prepare(_sgd, {"stage": 2, "offload_optimizer": {"device": "cpu"}})
+
+
+def test_state_of_another_kind_of_optimizer_is_one_error() -> None:
+    pytest.importorskip("accelerate")
+    ranks.run_ranks(_of_another_kind, 2)

@@ -1,4 +1,4 @@
-"""Load the ``state_dict`` of a plain torch optimizer, with states of whole parameters, into an engine's optimizer."""
+"""Load the state of a plain torch optimizer, of whole parameters, into an engine's: its ``state_dict``, or what it has at the start."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from hf_zero.checkpoint.state.optimizer_state import cut_by_history, placed, slo
 from hf_zero.checkpoint.state.param_groups import EXECUTION_KEYS, update_group
 from hf_zero.core.optimizer.clones import options_of, row_names, state_at_start, state_names
 from hf_zero.core.optimizer.held_params import nested_of
-from hf_zero.core.optimizer.segments import OwnedSegment
+from hf_zero.core.optimizer.segments import OwnedSegment, is_fresh
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
 from hf_zero.core.units.layout import FROZEN, ParamSlot
 from hf_zero.core.units.parts import part_of
 from hf_zero.core.units.unit import find_unit
+from hf_zero.errors import ConfigError
 
 
 def load_plain_state(optimizer: ShardedOptimizer, saved: Mapping[str, Any]) -> str:
@@ -60,6 +61,30 @@ def load_plain_state(optimizer: ShardedOptimizer, saved: Mapping[str, Any]) -> s
         return reason
     plan.apply()
     return ""
+
+
+def take_plain_state(inner: torch.optim.Optimizer) -> dict[str, Any] | None:
+    """Remove the state of an optimizer that a script has loaded or stepped before, and return its ``state_dict``; None if it has none."""
+    if is_fresh(inner) or nested_of(inner):
+        return None
+    found = inner.state_dict()
+    if not found.keys() >= {"state", "param_groups"}:
+        return None
+    inner.state.clear()
+    return found
+
+
+def resume_from(optimizer: ShardedOptimizer, started: Mapping[str, Any]) -> None:
+    """Give a new optimizer the state that `take_plain_state` has taken of its inner one; local.
+
+    Raises:
+        ConfigError: The state does not fit.
+    """
+    if reason := load_plain_state(optimizer, started):
+        raise ConfigError(
+            f"the {type(optimizer.inner).__name__} given to initialize() already has state, which cannot be continued: {reason}. Pass a "
+            "new optimizer, and resume with load_checkpoint()"
+        )
 
 
 def _set_options(optimizer: ShardedOptimizer, options: Sequence[Mapping[str, Any]]) -> None:

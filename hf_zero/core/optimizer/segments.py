@@ -40,7 +40,7 @@ def group_of_params(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> 
             state, or has been stepped before.
     """
     require_state(optimizer)
-    if not _is_fresh(optimizer):
+    if not is_fresh(optimizer):
         raise ConfigError(
             f"the {type(optimizer).__name__} given to initialize() already has state for {len(optimizer.state)} parameters; "
             "pass a new optimizer, and resume with load_checkpoint()"
@@ -58,7 +58,7 @@ def group_of_params(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> 
     return groups
 
 
-def _is_fresh(optimizer: torch.optim.Optimizer) -> bool:
+def is_fresh(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer was never stepped. Adagrad fills its state at construction, with step 0, and others mark parameters
     there; entries without content, which a look at ``state`` has left (``train()`` of schedule-free optimizers), are removed.
     """
