@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any, Protocol
 
 import torch
@@ -41,6 +42,13 @@ class ParamStates(Protocol):
         Raises:
             StateError: The state does not exist yet, or has another shape.
         """
+
+    def parts(self) -> str:
+        """Return a short text that tells apart the parts of parameters whose states this rank keeps."""
+
+
+def _short(parts: object) -> str:
+    return sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 class SegmentStates:
@@ -91,6 +99,10 @@ class SegmentStates:
         unit.shard_part(index, flat).copy_(value)
         for segment, state in parts:
             state.copy_(segment.within(flat))
+
+    def parts(self) -> str:
+        """Return a short text, see ``ParamStates``."""
+        return _short([(segment.unit.name, segment.group, segment.unit.owned.start, str(segment.range)) for segment in self._segments])
 
     def _parts(self, unit: Unit, index: int, key: str) -> list[tuple[OwnedSegment, torch.Tensor]] | None:
         """Return the segments with elements of the parameter, each with its state; None if any has no state, for example before the first
@@ -250,6 +262,10 @@ class OwnerStates:
         if present.numel() != value.numel():
             raise _other_shape(key, name, tuple(present.shape), value)
         present.copy_(value.detach().reshape(present.shape))
+
+    def parts(self) -> str:
+        """Return a short text, see ``ParamStates``."""
+        return _short([(name, entry.slot.group) for name, entry in self._whole.items()])
 
     def _numbers(self, name: str, key: str) -> torch.Tensor | None:
         """Return a copy of the state tensor ``key`` of parameter ``name``; the numbers that codes of a library's own class stand for."""

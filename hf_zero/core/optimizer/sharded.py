@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from hashlib import sha256
 from typing import Any, Protocol, TypeVar
 from weakref import ref
 
@@ -264,7 +263,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Return this rank's part of the state. To save a run use ``save_checkpoint``, which any number of ranks can read."""
         for before in (*self._optimizer_state_dict_pre_hooks.values(),):
             before(self)
-        state = {**self._own_state_dict(), _PARTS: self._own_parts()}
+        state = {**self._own_state_dict(), _PARTS: self.param_states.parts()}
         for after in (*self._optimizer_state_dict_post_hooks.values(),):
             changed = after(self, state)
             state = state if changed is None else changed
@@ -273,11 +272,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _own_state_dict(self) -> dict[str, Any]:
         self.state_store.settle()
         return self.inner.state_dict()
-
-    def _own_parts(self) -> str:
-        """Return a short text that tells the parts of parameters apart whose states this rank keeps."""
-        parts = [(segment.unit.name, segment.group, segment.unit.owned.start, str(segment.range)) for segment in self.segments]
-        return sha256(repr(parts).encode()).hexdigest()[:16]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
         """Restore a ``state_dict`` of the same rank and world size, or one of a plain torch optimizer, which every rank loads.
@@ -289,29 +283,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for before in (*self._optimizer_load_state_dict_pre_hooks.values(),):
             changed = before(self, state)
             state = state if changed is None else changed
-        if not self._loads_plain(state):
+        if not _took_plain(self, state):
             self._load_own_state_dict({name: value for name, value in state.items() if name != _PARTS})
         for after in (*self._optimizer_load_state_dict_post_hooks.values(),):
             after(self)
-
-    def _loads_plain(self, state: Mapping[str, Any]) -> bool:
-        """Load ``state`` if a plain torch optimizer has written it, and return whether; raise if it is no state of this rank."""
-        parts = state.get(_PARTS)
-        if parts is not None and parts != self._own_parts():
-            raise StateError(
-                "optimizer.load_state_dict got the state of other parts of the parameters than this rank trains: optimizer.state_dict() "
-                "returns the part of one rank, and this one is from another rank, another number of ranks, or another configuration. Save "
-                "with save_checkpoint (accelerator.save_state), and resume with load_checkpoint (accelerator.load_state) on any number of "
-                "ranks; or save a file per rank"
-            )
-        if parts is not None or self.load_plain is None or not state.keys() >= {"state", "param_groups"}:
-            return False
-        if reason := self.load_plain(self, state):
-            raise StateError(
-                f"optimizer.load_state_dict got the state of a plain torch optimizer that does not fit: {reason}. Nothing was loaded. Load "
-                "it into an optimizer of the same kind with the same param groups"
-            )
-        return True
 
     def _load_own_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.state_store.settle()
@@ -434,3 +409,23 @@ def _clearing(optimizer: ref[ShardedOptimizer]) -> Callable[..., None]:
             outer.zero_grad(set_to_none)
 
     return zero_grad
+
+
+def _took_plain(optimizer: ShardedOptimizer, state: Mapping[str, Any]) -> bool:
+    """Load ``state`` if a plain torch optimizer has written it, and return whether; raise if it is no state of this rank."""
+    parts = state.get(_PARTS)
+    if parts is not None and parts != optimizer.param_states.parts():
+        raise StateError(
+            "optimizer.load_state_dict got the state of other parts of the parameters than this rank trains: optimizer.state_dict() "
+            "returns the part of one rank, and this one is from another rank, another number of ranks, or another configuration. Save "
+            "with save_checkpoint (accelerator.save_state), and resume with load_checkpoint (accelerator.load_state) on any number of "
+            "ranks; or save a file per rank"
+        )
+    if parts is not None or optimizer.load_plain is None or not state.keys() >= {"state", "param_groups"}:
+        return False
+    if reason := optimizer.load_plain(optimizer, state):
+        raise StateError(
+            f"optimizer.load_state_dict got the state of a plain torch optimizer that does not fit: {reason}. Nothing was loaded. Load "
+            "it into an optimizer of the same kind with the same param groups"
+        )
+    return True

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
-from hashlib import sha256
 from typing import Any
 
 import torch
@@ -112,10 +111,6 @@ class WholeTensorOptimizer(ShardedOptimizer):
         replace_parameters(self.inner, others)
         if self._replaced is not None:
             self._replaced(others)
-
-    def _own_parts(self) -> str:
-        names = [(entry.slot.name, entry.slot.group) for entry in self.whole]
-        return sha256(repr(names).encode()).hexdigest()[:16]
 
     def group_of_tensors(self) -> dict[int, int]:
         """Return the param group of each parameter that this rank updates, by id."""
