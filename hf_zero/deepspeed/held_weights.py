@@ -2,7 +2,7 @@
 
 [Note: weights that a script holds] Some scripts (OpenRLHF) gather the complete model on all ranks and then save twice on rank 0: adapters
 with PEFT, without passing the gathered dict, and their own files from the dict. PEFT would read the sharded model, and rank 0 cannot gather
-alone. So PEFT's save takes the weights from the dict, as long as the dict is alive and no step or load has changed the weights.
+alone. So PEFT's save takes the weights from the dict, as long as the dict is alive and no step, no load and no write of the script has changed the weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _KEY = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 
 _Held = WeakValueDictionary[str, torch.Tensor]
 
-_held: WeakKeyDictionary[ConfiguredEngine, tuple[tuple[int, int], _Held | None]] = WeakKeyDictionary()
+_held: WeakKeyDictionary[ConfiguredEngine, tuple[tuple[int, int, int], _Held | None]] = WeakKeyDictionary()
 
 
 def note(engine: ConfiguredEngine, state: dict[str, torch.Tensor] | None) -> None:
@@ -49,9 +49,9 @@ def gathers(engine: ConfiguredEngine) -> bool:
     return True
 
 
-def _age(engine: ConfiguredEngine) -> tuple[int, int]:
-    """Return a pair of counters that changes whenever the weights change."""
-    return engine.progress.global_steps, engine.progress.loads
+def _age(engine: ConfiguredEngine) -> tuple[int, int, int]:
+    """Return counters that change whenever the weights change: by steps, by loads, and by writes of the script."""
+    return engine.progress.global_steps, engine.progress.loads, sum(unit.derived.changes for unit in engine.units)
 
 
 def held_for(module: nn.Module) -> dict[str, torch.Tensor] | None:

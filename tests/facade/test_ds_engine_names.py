@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
 from hf_zero import observe
+from hf_zero.core.units.unit import full_shape
 from hf_zero.deepspeed import held_weights
 from hf_zero.deepspeed.optimizer import VALUES, DeepSpeedOptimizer
 from hf_zero.errors import ConfigError, StateError
@@ -337,6 +338,29 @@ def _whole_weights_loaded(stage: int) -> None:
     for name, param in engine.module.named_parameters():
         assert torch.equal(hf_zero.utils.safe_get_full_fp32_param(param), other[name].float()), name
     assert held_weights.held_for(engine.module) is None, "what was gathered before is old"
+
+
+def _written_since() -> None:
+    import hf_zero
+
+    engine = initialize(MLP.build(), Run(3))
+    params = list(engine.module.parameters())
+    for write in ("none", "gathered", "set"):
+        gathered = engine._consolidated_16bit_state_dict()
+        with hf_zero.zero.GatheredParameters(params):
+            seen = [float(param.sum()) for param in params]  # a look changes nothing
+        assert len(seen) == len(params)
+        if write == "gathered":
+            with hf_zero.zero.GatheredParameters(params, modifier_rank=0), torch.no_grad():
+                params[-1].fill_(0.5)
+        elif write == "set":
+            hf_zero.utils.safe_set_full_fp32_param(params[0], torch.ones(full_shape(params[0])))
+        held = held_weights.held_for(engine.module)
+        assert (held is not None) is (gathered is not None and write == "none"), write
+
+
+def test_weights_that_were_gathered_before_a_write_are_old() -> None:
+    ranks.run_ranks(_written_since, 2)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -302,6 +302,7 @@ class Derived:
     Attributes:
         changed_here: Whether this rank has changed its shard since the ranks last exchanged their notes.
         outdated: Whether a gather has used values that did not fit this rank's shard.
+        changes: Number of times that this rank has seen the unit's values change.
 
     Args:
         secondary: The unit's copy in the node.
@@ -311,6 +312,7 @@ class Derived:
     def __init__(self, secondary: SecondaryCopy, codes: Codes) -> None:
         self._secondary, self._codes = secondary, codes
         self.changed_here = self.outdated = False
+        self.changes = 0
 
     @property
     def kept(self) -> bool:

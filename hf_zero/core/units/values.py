@@ -28,6 +28,7 @@ def publish(units: Sequence[Unit]) -> None:
         shards, masters = zip(*changed, strict=True)
         torch._foreach_copy_(shards, masters)
     for unit in units:
+        unit.derived.changes += 1
         shard_changed(unit)
 
 
@@ -87,6 +88,7 @@ def write_back(unit: Unit) -> None:
         shard_changed(unit)
     unit.own.refresh_master()
     unit.whole.note_versions()
+    unit.derived.changes += 1
 
 
 def adopt_writes(unit: Unit, idle: bool = True) -> None:
@@ -114,6 +116,7 @@ def adopt_writes(unit: Unit, idle: bool = True) -> None:
         return
     assigned, written = unit.whole.adopt(idle, partial(separate, unit))
     _refuse_shared(unit)
+    unit.derived.changes += bool(assigned or written)
     if (assigned or written) and unit.trainable and unit.layout.world > 1:
         unit.written.touched.update(slot.name for slot in (*assigned, *written))
     if unit.reshards and unit.exact:
