@@ -2,7 +2,8 @@
 
 [Note: weights that a script holds] Some scripts (OpenRLHF) gather the complete model on all ranks and then save twice on rank 0: adapters
 with PEFT, without passing the gathered dict, and their own files from the dict. PEFT would read the sharded model, and rank 0 cannot gather
-alone. So PEFT's save takes the weights from the dict, as long as the dict is alive and no step, no load and no write of the script has changed the weights.
+alone. So PEFT's save takes the weights from the dict, as long as the dict is alive and no step, no load and no write of the script has
+changed the weights.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def _resume(folder: str, stage: int, dtype: str) -> tuple[list[float], Any, dict
 
 
 def _folders() -> list[Any]:
-    fast = ("stage1_fp16_2", "stage2_fp32_2", "stage3_bf16_2")
+    fast = ("stage1_fp16_2", "stage2_fp32_2", "stage3_bf16_2", "_round", "_sub")
     return [pytest.param(path, id=path.name, marks=() if path.name.endswith(fast) else pytest.mark.slow) for path in DEEPSPEED]
 
 

@@ -186,13 +186,17 @@ class _Reader:
         scale = source.number(state["cur_scale"], "cur_scale")
         return {"scale": scale, "dynamic": True, "good_steps": good % window, "tolerance": numbers["cur_hysteresis"]}
 
+    def param_group(self, index: int) -> int:
+        """Return the param group of an entry of ``param_shapes``."""
+        return index
+
     def trained(self, group: int) -> list[SourceParam]:
-        """Return the parameters of a param group with masters and optimizer states."""
+        """Return the parameters of an entry of ``param_shapes`` with masters and optimizer states."""
         found = []
         for name, shape in self.shapes[group].items():
             master, states, numbers = self.arrays(group, name, math.prod(shape))
             dtype = self._dtype(name, master.dtype)
-            found.append(SourceParam(SourceTensor(name, shape, master), dtype, group, states, numbers))
+            found.append(SourceParam(SourceTensor(name, shape, master), dtype, self.param_group(group), states, numbers))
         return found
 
     def arrays(self, group: int, name: str, numel: int) -> tuple[Elsewhere, dict[str, Elsewhere], dict[str, Any]]:
@@ -259,6 +263,34 @@ class _Stage12(_Reader):
         if lost:
             raise CheckpointError(f"{folder}: param_shapes lists {lost[0]}, but module has no such parameter")
         self._check_mappings()
+        self._by_mappings = bool(ranks[0].get("param_slice_mappings")) and self._mappings_are_right()
+
+    def _mappings_are_right(self) -> bool:
+        """Return whether ``param_slice_mappings`` tell where parameters lie, and not ``param_shapes``, where the two say different things.
+
+        With ``round_robin_gradients`` DeepSpeed writes the former in the order of the model's parameters, and the arrays in another. Files
+        of older versions lack the paddings without which the latter are wrong. The weights in ``module`` decide.
+
+        Raises:
+            CheckpointError: Neither gives the weights of the module.
+        """
+        named = [(group, name, math.prod(shape)) for group, shapes in enumerate(self.shapes) for name, shape in shapes.items()]
+        if all(self._place(rank, *one, True) == self._place(rank, *one, False) for one in named for rank in range(len(self.ranks))):
+            return True
+        for by_mappings in (True, False):
+            if all(self._is_of_module(*one, by_mappings) for one in named):
+                return by_mappings
+        raise CheckpointError(
+            f"{self.folder}: param_slice_mappings and param_shapes say different things of where parameters lie (as with "
+            "zero_optimization.round_robin_gradients), and with neither the masters are the weights in module. Save again with "
+            "round_robin_gradients false"
+        )
+
+    def _is_of_module(self, group: int, name: str, numel: int, by_mappings: bool) -> bool:
+        value, places = self.module.get(name), [self._place(rank, group, name, numel, by_mappings) for rank in range(len(self.ranks))]
+        pieces = _cut([rows[group] for rows in self._masters], places)
+        master = torch.cat(pieces) if pieces else torch.empty(0)
+        return isinstance(value, torch.Tensor) and torch.equal(master.to(value.dtype), value.reshape(-1))
 
     def _check_mappings(self) -> None:
         """Check that each parameter has a place inside of the flat arrays and that no two places overlap."""
@@ -289,25 +321,22 @@ class _Stage12(_Reader):
         return [source.mapping(group, "param_groups") for group in source.sequence(base["param_groups"], "param_groups")]
 
     def arrays(self, group: int, name: str, numel: int) -> tuple[Elsewhere, dict[str, Elsewhere], dict[str, Any]]:
-        places = [self._place(rank, group, name, numel) for rank in range(len(self.ranks))]
+        places = [self._place(rank, group, name, numel, self._by_mappings) for rank in range(len(self.ranks))]
         master = self._check(_cut([rows[group] for rows in self._masters], places), name, numel)
         by_rank = [source.mapping(part["base_optimizer_state"]["state"].get(group, {}), "state") for part in self.ranks]
         flat, numbers = self._numbers(by_rank, name)
         rows = {key: source.rows([state[key] for state in by_rank], f"{key} of {name}") for key in flat}
         return master, {str(key): self._check(_cut(found, places), name, numel) for key, found in rows.items()}, numbers
 
-    def _place(self, rank: int, group: int, name: str, numel: int) -> tuple[int, int]:
-        """Return (first element, number of elements) of a parameter's part in a rank's flat array; the number is 0 if it has no part."""
-        mappings = self.ranks[rank].get("param_slice_mappings")
-        if mappings:
-            address = mappings[group].get(name)
-            if address is None:
-                return 0, 0
-            count, start = _address(address)
-            return start, count
+    def _place(self, rank: int, group: int, name: str, numel: int, by_mappings: bool) -> tuple[int, int]:
+        """Return (first element, number of elements) of a parameter's part in a rank's flat array; (0, 0) if it has no part."""
+        if by_mappings:
+            address = self.ranks[rank]["param_slice_mappings"][group].get(name)
+            count, start = (0, 0) if address is None else _address(address)
+            return start if count else 0, count
         start = self._offsets(group)[name] - rank * self._partition(group)
         low, high = max(0, start), min(self._partition(group), start + numel)
-        return low, max(0, high - low)
+        return (low, high - low) if high > low else (0, 0)
 
     def _partition(self, group: int) -> int:
         return int(self._masters[0][group].numel())
@@ -358,6 +387,20 @@ class _Stage3(_Reader):
             raise CheckpointError(f"{folder}: the ranks' sub-groups differ in length")
         if sum(self._lengths) != end:
             raise CheckpointError(f"{folder}: the sub-groups hold {sum(self._lengths)} elements per rank, but the parameters need {end}")
+        self._group_of = self._groups_of_sub_groups()
+
+    def _groups_of_sub_groups(self) -> list[int]:
+        """Return the param group of each sub-group: ``param_shapes`` has an entry for each of them (``sub_group_size``)."""
+        lists = [source.sequence(group.get("params") or [], "params") for group in self.param_groups()]
+        found = {number: index for index, numbers in enumerate(lists) for number in numbers}
+        if found.keys() != set(range(len(self.shapes))):
+            raise CheckpointError(
+                f"{self.folder}: the param groups name the sub-groups {sorted(found)}, but param_shapes has {len(self.shapes)} of them"
+            )
+        return [found[number] for number in range(len(self.shapes))]
+
+    def param_group(self, index: int) -> int:
+        return self._group_of[index]
 
     def _part_numel(self, numel: int) -> int:
         return math.ceil(numel / len(self.ranks))
@@ -367,7 +410,7 @@ class _Stage3(_Reader):
 
     def param_groups(self) -> Sequence[Mapping[str, Any]]:
         groups = source.sequence(self._state(0)["param_groups"], "param_groups")
-        return [source.mapping(group, "param_groups") for group in groups[: len(self.shapes)]]
+        return [source.mapping(group, "param_groups") for group in groups]
 
     def arrays(self, group: int, name: str, numel: int) -> tuple[Elsewhere, dict[str, Elsewhere], dict[str, Any]]:
         start, count = self._starts[name], self._part_numel(numel)
