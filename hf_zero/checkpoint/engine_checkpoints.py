@@ -218,6 +218,8 @@ class EngineCheckpoints:
         settings = self._settings
 
         def ask() -> tuple[LoadRequest, TrainingState]:
+            if isinstance(engine.optimizer, ShardedOptimizer):
+                engine.optimizer.state_store.abandon_updates()
             # A value that a script has assigned (``param.data = value``) would replace the loaded one.
             self._settle_writes(engine)
             request = LoadRequest(

@@ -407,6 +407,7 @@ class _Plan:
                 module.set_extra_state(self._decoder.decode(extra[bare_name(name)]))
         if self._optimizer is not None:
             self._optimizer.apply()
+            self._optimizer.optimizer.state_store.broken = ""
             restore_rank_states(self._optimizer.optimizer, self.catalog, self.reader, state.holders.rank, state.holders.world)
             if self.index.scaler:  # a conversion may have none
                 state.scaler.load_state_dict(self._decoder.decode(self.index.scaler))

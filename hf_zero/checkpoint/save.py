@@ -242,6 +242,8 @@ def _check(state: TrainingState, request: SaveRequest, values: _Values) -> dict[
     if twice:
         raise CheckpointError(f"several units are named {', '.join(twice)}")
     if state.optimizer is not None:
+        if state.optimizer.state_store.broken:
+            raise CheckpointError(state.optimizer.state_store.broken)
         optimizer_state.scalars(state.optimizer)
         for name in optimizer_state.flat_states(state.optimizer):
             dtypes = [entry.dtype for entry in optimizer_state.state_entries(state.optimizer, name)]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
 
 from hf_zero.config.schema.zero import OffloadOptimizer
-from hf_zero.core.optimizer.master_parts import set_memory
+from hf_zero.core.optimizer.master_parts import memory_of, set_memory
 from hf_zero.core.optimizer.segments import OwnedSegment
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.unit import Unit
@@ -85,16 +86,25 @@ class _Frame:
     transfers: list[Transfer] = field(default_factory=list)
 
     def settle(self) -> None:
-        transfers, self.transfers = self.transfers, []
-        for transfer in transfers:
-            transfer.wait()
+        """Wait for the transfers; after an interrupt or an error, the next call waits for the rest."""
+        while self.transfers:
+            self.transfers[0].wait()
+            del self.transfers[0]
+
+    def drop(self) -> None:
+        """Wait for the transfers, whether they fail or not, and drop the content."""
+        self.sub_group = None
+        self.loaded.clear()
+        while self.transfers:
+            with suppress(Exception):
+                self.settle()
 
     def view(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self.slots[name][: numel * dtype.itemsize].view(dtype)
 
     def holds(self, name: str, tensor: torch.Tensor) -> bool:
         slot = self.slots.get(name)
-        return slot is not None and slot.data_ptr() <= tensor.data_ptr() < slot.data_ptr() + slot.numel()
+        return slot is not None and slot.data_ptr() <= memory_of(tensor).data_ptr() < slot.data_ptr() + slot.numel()
 
 
 class FileStates(HostStates):
@@ -238,6 +248,18 @@ class FileStates(HostStates):
             frame.settle()
             frame.sub_group = None
 
+    def put_back(self, sub_groups: Sequence[SubGroup]) -> None:
+        """[Note: an update in files that breaks off] A buffer may then hold values that the file lacks, and the other way round. So all
+        buffers are dropped, and every tensor is a mapped part of the file again: a load must write to the file, and not to a buffer.
+        """
+        for frame in self._frames:
+            frame.drop()
+        for sub_group in sub_groups:
+            for segment in sub_group.segments:
+                for name, value in _tensors(segment):
+                    if any(frame.holds(name, value) for frame in self._frames):
+                        set_memory(value, segment.within(self._regions[id(sub_group.unit), name].mapped))
+
     # -- states from outside
 
     def new_state(self, segment: OwnedSegment, name: str, dtype: torch.dtype) -> torch.Tensor:
@@ -261,7 +283,8 @@ class FileStates(HostStates):
         return self.file.nbytes
 
     def close_all(self) -> None:
-        self.settle()
+        for frame in self._frames:
+            frame.drop()
         self._regions.clear()
         for frame in self._frames:
             frame.slots.clear()

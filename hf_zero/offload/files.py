@@ -144,22 +144,21 @@ def _remove_abandoned(base: Path, machine: str) -> None:
 
 @dataclass
 class Transfer:
-    """Reads or writes in flight; call ``wait`` exactly once before the buffer is used."""
+    """Reads or writes in flight; call ``wait`` before the buffer is used."""
 
     futures: list[Future[None]]
 
     def wait(self) -> None:
-        """Wait until the transfer is done.
+        """Wait until the transfer is done. After an interrupt of the wait, the next call waits for the rest; an error is raised once.
 
         Raises:
             OffloadError: A part of the transfer failed.
         """
-        futures, self.futures = self.futures, []
-        failure: BaseException | None = None
-        for future in futures:  # wait for all parts, so that the buffer is free when the first error is raised
-            failure = failure or future.exception()
-        if failure is not None:
-            raise failure
+        # Wait for all parts, so that the buffer is free when the first error is raised.
+        failures = [failure for future in self.futures if (failure := future.exception()) is not None]
+        self.futures = []
+        if failures:
+            raise failures[0]
 
 
 class SwapFile:

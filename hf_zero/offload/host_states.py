@@ -67,6 +67,9 @@ class HostStates:
     def settle(self) -> None:
         """Wait for all running transfers."""
 
+    def put_back(self, sub_groups: Sequence[SubGroup]) -> None:
+        """Point all tensors of ``sub_groups`` at this store again, after an update that broke off."""
+
     def new_state(self, segment: OwnedSegment, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Return zeros of the segment's shape for its state ``name``, in this store's tier."""
         return torch.zeros(segment.range.numel, dtype=dtype)

@@ -29,19 +29,25 @@ class _Frame:
     memory: torch.Tensor = field(default_factory=_no_memory)  # uint8
     transfer: Transfer | None = None
     mark: Mark | None = None
+    reads: bool = False  # the transfer fills the buffer
 
     def view(self, unit: ShardOwner) -> torch.Tensor:
         """Return the buffer as a shard of ``unit``."""
         return self.memory[: unit.shard.nbytes].view(unit.shard.dtype)
 
     def settle(self) -> None:
-        """Wait until no copy reads or writes the buffer."""
-        transfer, mark = self.transfer, self.mark
-        self.transfer = self.mark = None
-        if transfer is not None:
-            transfer.wait()
-        if mark is not None:
-            mark.wait()
+        """Wait until no copy reads or writes the buffer; after an interrupt, the next call waits for it."""
+        if self.transfer is not None:
+            try:
+                self.transfer.wait()
+            except BaseException:
+                if self.reads:  # the buffer lacks a part of the shard
+                    self.unit = None
+                raise
+            self.transfer = None
+        if self.mark is not None:
+            self.mark.wait()
+            self.mark = None
 
 
 class _Frames:
@@ -250,7 +256,9 @@ class FileStorage(ShardStorage):
 
     def _begin_read(self, place: _Place) -> _Frame:
         frame = self._frames.take(place.unit)
-        frame.transfer = self.file.read(place.offset, frame.memory[: _padded(place.unit.shard.nbytes)])
+        frame.unit = None  # until the read has begun
+        frame.transfer, frame.reads = self.file.read(place.offset, frame.memory[: _padded(place.unit.shard.nbytes)]), True
+        frame.unit = place.unit
         return frame
 
     def _read_ahead(self, place: _Place) -> None:
@@ -274,7 +282,7 @@ class FileStorage(ShardStorage):
 
     def send(self, unit: ShardOwner) -> None:
         frame = self._frames.filled(unit)
-        frame.transfer = self.file.write(self._place_of[id(unit)].offset, frame.memory[: _padded(unit.shard.nbytes)])
+        frame.transfer, frame.reads = self.file.write(self._place_of[id(unit)].offset, frame.memory[: _padded(unit.shard.nbytes)]), False
 
     def flush(self) -> None:
         self._frames.settle()

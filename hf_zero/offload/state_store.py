@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -146,17 +147,33 @@ class OffloadedStateStore(StateStore):
         if self._overlaps():
             self._start(updates)
             return
-        with waiting("offload", "updates on the host"):
-            for update in updates:
-                update.begin()
-                update.run()
-                update.finish()
-            self.states.settle()
-        stepper.finish()
-        if fresh and self.states.tier == "host":
-            self.move_to_huge_pages()
-        for unit in self.units:
-            unit.shard_storage.flush()
+        with self._noting_breaks():
+            with waiting("offload", "updates on the host"):
+                for update in updates:
+                    update.begin()
+                    update.run()
+                    update.finish()
+                self.states.settle()
+            stepper.finish()
+            if fresh and self.states.tier == "host":
+                self.move_to_huge_pages()
+            for unit in self.units:
+                unit.shard_storage.flush()
+
+    @contextmanager
+    def _noting_breaks(self) -> Iterator[None]:
+        """Refuse further steps if an update of states or shards in files breaks off inside the ``with``, by an error or an interrupt."""
+        try:
+            yield
+        except BaseException as error:
+            if self.in_files or any(unit.shard_storage.on_disk for unit in self.units):
+                self.broken = (
+                    f"an update of masters, moments or parameters in files broke off ({type(error).__name__}: {error}), and a part of them "
+                    "has its new values: neither another step nor a save is possible. Load a checkpoint with its optimizer states "
+                    "(engine.load_checkpoint), or start the run again"
+                )
+            self.states.put_back(self._all_sub_groups())
+            raise
 
     def _seen_by_hooks(
         self, by_unit: Mapping[int, torch.Tensor], factor: float, before_step: Callable[[], None]
@@ -207,21 +224,47 @@ class OffloadedStateStore(StateStore):
         for update in updates:
             work: Work = (self.speculator.take(update) if self.speculator is not None else None) or update
             work.begin()
+            self._underway.append(update.unit)
             update.unit.own.expect(Underway(self._thread.submit(partial(self._run, work)), work.finish))
-        self._underway = [update.unit for update in updates]
-        self._last = self._thread.submit(self.states.settle)
+        self._last = self._thread.submit(self._end)
 
     def _run(self, work: Work) -> None:
-        work.run()
-        self.states.flush()  # code that waits for the unit may read its master in the file
+        with self._noting_breaks():
+            work.run()
+            self.states.flush()  # code that waits for the unit may read its master in the file
+
+    def _end(self) -> None:
+        with self._noting_breaks():
+            self.states.settle()
 
     def settle(self) -> None:
-        units, self._underway = self._underway, []
-        last, self._last = self._last, None
-        for unit in units:
+        for unit in self._underway:  # an interrupt, or an error, leaves the others to the next call
             unit.own.settle()
-        if last is not None:
-            last.result()
+        self._underway = []
+        if self._last is not None:
+            failure, self._last = self._last.exception(), None
+            if failure is not None:
+                raise failure
+
+    def abandon_updates(self) -> None:
+        self._thread.drain()
+        self._await_all()
+        for unit in self.units:
+            with suppress(Exception):  # the load writes the shard again
+                unit.shard_storage.flush()
+        if self.broken:
+            self.states.put_back(self._all_sub_groups())
+
+    def _await_all(self) -> None:
+        """Wait for the updates that are under way; log their first error instead of raising it."""
+        failures = []
+        while self._underway or self._last is not None:
+            try:
+                self.settle()
+            except Exception as error:
+                failures.append(error)
+        if failures:
+            logger.warning("an update that was under way has failed: %s", failures[0])
 
     def _update_device(self, stepper: SubGroupStepper, by_unit: Mapping[int, torch.Tensor], factor: torch.Tensor) -> None:
         segments = [segment for segment in self.segments.trained if not self.holds(segment.unit)]
@@ -244,6 +287,9 @@ class OffloadedStateStore(StateStore):
             }
         return self._sub_groups
 
+    def _all_sub_groups(self) -> list[SubGroup]:
+        return [sub_group for sub_groups in self._sub_groups_by_unit().values() for sub_group in sub_groups]
+
     # -- state from outside -------------------------------------------------------------------------------------------
 
     def new_state(self, segment: OwnedSegment, name: str, dtype: torch.dtype) -> torch.Tensor:
@@ -251,7 +297,7 @@ class OffloadedStateStore(StateStore):
 
     def adopt_states(self) -> None:
         self._watch_states()
-        self.states.adopt([sub_group for sub_groups in self._sub_groups_by_unit().values() for sub_group in sub_groups])
+        self.states.adopt(self._all_sub_groups())
 
     def tiers(self, kept: Callable[[Unit], Sequence[torch.Tensor]]) -> Mapping[str, int]:
         held = [unit for unit in self.units if self.holds(unit)]
@@ -260,16 +306,7 @@ class OffloadedStateStore(StateStore):
         return {self.states.tier: self.states.nbytes(sum(tensor.nbytes for tensor in tensors)) + self._spares.nbytes}
 
     def close(self) -> None:
-        waits = [unit.own.settle for unit in self._underway] + ([self._last.result] if self._last is not None else [])
-        self._underway, self._last = [], None
-        failures = []
-        for wait in waits:
-            try:
-                wait()
-            except Exception as error:  # the states are not needed any more, and destroy() must not fail
-                failures.append(error)
-        if failures:
-            logger.warning("an update that was under way has failed: %s", failures[0])
+        self._await_all()  # the states are not needed any more, and destroy() must not fail
         if self.speculator is not None:
             self.speculator.forget()
         self._thread.close()

@@ -97,11 +97,10 @@ class Underway:
     future: Future[None]
     finish: Callable[[], None]
 
-    def wait(self) -> None:
-        """Wait until the update has ended; raise its error."""
+    def wait(self) -> BaseException | None:
+        """Wait until the update has ended; return its error."""
         with span("await_update"), waiting("offload", "update"):
-            self.future.result()
-        self.finish()
+            return self.future.exception()
 
 
 class UpdateThread:
@@ -131,6 +130,11 @@ class UpdateThread:
     def _enter(self) -> None:
         if self._device.type != "cpu":
             torch.accelerator.set_device_index(self._device.index)
+
+    def drain(self) -> None:
+        """Wait for all submitted work; its errors are those of its futures."""
+        if self._pool is not None and self._process == os.getpid():
+            self.submit(lambda: None).result()
 
     def close(self) -> None:
         """End the thread after all submitted work."""

@@ -32,6 +32,7 @@ class StateStore:
         units: Trained units, in order.
         segments: Segments of the units.
         in_files: Ids of the units whose masters and states are kept in files.
+        broken: Error of further steps, because an update in files has broken off and no load has followed; empty otherwise.
         before_step: Calls the script's pre-step hooks, when all segments have their gradients; None if there are none.
         lends: Returns whether the script has tensors that share the memory of masters.
     """
@@ -41,6 +42,7 @@ class StateStore:
     lends: Callable[[], bool] = bool
 
     threads: int | None = None
+    broken = ""
     in_files: frozenset[int] = frozenset()
     inner: torch.optim.Optimizer
     units: Sequence[Unit] = ()
@@ -206,6 +208,9 @@ class StateStore:
 
     def settle(self) -> None:
         """Wait for running updates of all units."""
+
+    def abandon_updates(self) -> None:
+        """Wait for running updates whether they fail or not, because a load is about to replace their values; local."""
 
     def new_state(self, segment: OwnedSegment, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Return zeros of the segment's shape for its state ``name``, on the tier where such states are kept."""

@@ -229,9 +229,9 @@ class Stepper:
         Raises:
             StateError: On every rank, if ranks have begun different numbers of micro-steps or have different hyper-parameters.
         """
-        own, units = self.optimizer.own, self.runtime.units()
+        own, units, store = self.optimizer.own, self.runtime.units(), self.optimizer.state_store
         own.parts.take(forward=False)
-        refused = refused or self.equal.refusal() or own.parts.refusal() or own.foreign_states() or saved_empty(units)
+        refused = refused or store.broken or self.equal.refusal() or own.parts.refusal() or own.foreign_states() or saved_empty(units)
         look = WrittenValues(units, self.collectives.data, self.everyone, self.runtime.idle, refused)
         alike = [_STEPS, same_pace(self.runtime.micro_steps), *look.alike(), self.trained.alike()]
         written = _WRITTEN if have_written(self.reducer) else _CHANGED if self._has_changed() else 0

@@ -90,8 +90,11 @@ ON_DEVICE = ShardStorage()
 class Arriving(Protocol):
     """New values of a shard and its master that another thread may still be computing."""
 
-    def wait(self) -> None:
-        """Wait until shard and master hold the new values."""
+    def wait(self) -> BaseException | None:
+        """Wait until the other thread has ended its work; return its error."""
+
+    def finish(self) -> None:
+        """Do the rest of the work: shard and master hold the new values then."""
 
 
 class OwnPart:
@@ -119,10 +122,15 @@ class OwnPart:
         self._arriving = values
 
     def settle(self) -> None:
-        """Wait for the running update, if there is one."""
-        arriving, self._arriving = self._arriving, None
-        if arriving is not None:
-            arriving.wait()
+        """Wait for the running update, if there is one, and raise its error once. After an interrupt the next call waits for it."""
+        arriving = self._arriving
+        if arriving is None:
+            return
+        failure = arriving.wait()
+        self._arriving = None
+        if failure is not None:
+            raise failure
+        arriving.finish()
 
     def tensors(self) -> list[torch.Tensor]:
         """Return shard and master, whether or not they have memory now."""
