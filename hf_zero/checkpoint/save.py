@@ -103,17 +103,19 @@ def save_checkpoint(state: TrainingState, request: SaveRequest, background: Back
             return place_of(request.save_dir) / request.tag
         if request.node_local:
             return _save_on_nodes(net, save, told)
+        handed = False  # to the thread, which may still write
         try:
             if background is None or background.limited:  # files are written before this returns, so the folder must be there
                 agreement.on_first(net, what, save.begin)
             if background is not None:
                 agreement.quickly(net, what, lambda: save.copy(background))
+                handed = True
                 background.start(Task(what, save.target, write=partial(save.write_beside, told), commit=save.commit), told)
                 return place_of(request.save_dir) / request.tag
             written = agreement.on_all(net, what, save.write_files)
             agreement.on_first(net, what, lambda: save.commit(told, written))
-        except CheckpointError:
-            if net.rank == 0:
+        except BaseException:  # an interrupt too
+            if net.rank == 0 and not handed:
                 save.target.abandon()
             raise
     return place_of(request.save_dir) / request.tag
@@ -141,7 +143,7 @@ def _save_on_nodes(net: Collectives, save: _Save, told: list[dict[str, Any]], tw
             send_files(net, what, save.folder, to_next_node(disks.leaders, sizes))
         text = agreement.on_first(net, what, lambda: save.index(told, written).to_json())
         node_local.complete(net, disks, what, place, save.folder, text, request.latest)
-    except CheckpointError:
+    except BaseException:  # an interrupt too
         save.target.abandon()
         raise
     return place[0] / place[1]

@@ -74,7 +74,7 @@ def make_folder(path: Path, more: Mapping[str, Any]) -> None:
             with above.below(name) as made:
                 _write_new(made, WRITER_FILE, json.dumps({**Process.own().as_json(), **more}).encode())
             above.move(name, path.name)
-        except OSError:
+        except BaseException:  # an interrupt too
             remove_folder(path.with_name(name), WRITER_FILE.__eq__)
             raise
 

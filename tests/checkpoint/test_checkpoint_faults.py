@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -314,3 +315,25 @@ def _half_loaded(folder: str) -> None:
 
 def test_an_engine_that_is_half_loaded_refuses_to_go_on_until_a_load_succeeds(tmp_path: Path) -> None:
     ranks.run_ranks(_half_loaded, WORLD, str(tmp_path))
+
+
+# -- interrupts --------------------------------------------------------------------------------------------------------
+
+
+def _interrupted(folder: str, place: str) -> list[str]:
+    """Interrupt a save at a call of the function ``place``; return the entries of the folder after it, and after the next save."""
+    engine = start(2, "fp32")
+    engine.save_checkpoint(folder, tag="first")
+    with mock.patch(place, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        engine.save_checkpoint(folder, tag="second")
+    found = sorted(os.listdir(folder))
+    engine.save_checkpoint(folder, tag="second")
+    found += sorted(os.listdir(folder))
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("place", ["checkpoint.files.disk.Disk.sync", "system.folder.Folder.move", "checkpoint.commit.staging.finalize"])
+def test_an_interrupted_save_leaves_no_folder(tmp_path: Path, place: str) -> None:
+    expected = ["first", "latest", "zero_to_fp32.py", "first", "latest", "second", "zero_to_fp32.py"]
+    assert ranks.run_ranks(_interrupted, 1, str(tmp_path), f"hf_zero.{place}") == [expected]
