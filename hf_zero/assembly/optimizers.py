@@ -30,6 +30,7 @@ from hf_zero.optim.muon import muon_parameters
 from hf_zero.optim.onebit_adam import OneBitAdam
 from hf_zero.optim.own_settings import keep_settings
 from hf_zero.optim.schedules import VALID_LR_SCHEDULES
+from hf_zero.optim.step_reads import require_own_reads
 
 
 def require_parameters(given: Any) -> None:
@@ -155,13 +156,16 @@ def steps_whole_tensors(inner: torch.optim.Optimizer, config: ZeroConfig, topolo
 
     Raises:
         ConfigError: The configuration allows tested optimizers only, and ``inner`` is not one.
-        UnsupportedError: ``inner`` needs whole tensors, which tensor parallelism or offload to NVMe rules out.
+        UnsupportedError: ``inner`` needs whole tensors, which tensor parallelism or offload to NVMe rules out, or it reads parameters of
+            the model that do not have what it reads.
     """
     experts = topology.expert is not None  # no rank has all experts of a layer
     all_here = not experts and (not stage.optimizer_sharded or topology.world == 1)
     split, device = topology.layers.model is not None, config.zero_optimization.offload_optimizer.device
     if stage.stage > 0 and "zero_allow_untested_optimizer" in config.model_fields_set:
         require_tested(inner, config.zero_allow_untested_optimizer)
+    # At stage 0 the update reads the gradients in the model's own param.grad; with offload a step is made in several calls.
+    require_own_reads(inner, not stage.optimizer_sharded and device == "none", stage.parameters_sharded)
     whole = needs_whole_tensors(inner, config.zero_allow_untested_optimizer, all_here, split or device == "nvme")
     if whole:
         check_whole_tensors(inner, split, device)

@@ -33,6 +33,7 @@ from hf_zero.core.optimizer.held_params import held_in, single_in
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.observe import warn_once
 from hf_zero.optim.known_classes import ALL_TENSORS, ELEMENTWISE, REFUSED, WHOLE_TENSOR, named, refused_reason, whole_tensor_reason
+from hf_zero.optim.step_reads import require_common_options
 
 _ALLOW_KEY = "zero_allow_untested_optimizer"
 # Relative to the largest update. Element-wise kernels differ by rounding only (1e-6 for those that compute in fp32);
@@ -64,7 +65,8 @@ def needs_whole_tensors(
         False: The optimizer may run on flat shards. True: it needs each parameter in its own shape.
 
     Raises:
-        UnsupportedError: The optimizer reads all parameters together, sends tensors between ranks itself, or cannot be built for the probe.
+        UnsupportedError: The optimizer reads all parameters together, sends tensors between ranks itself, reads an entry of an option for
+            each parameter, or cannot be built for the probe.
     """
     kind = type(optimizer)
     if kind in ELEMENTWISE:
@@ -73,6 +75,7 @@ def needs_whole_tensors(
     if reason is not None:
         raise _refusal(kind, reason, f"{_ALLOW_KEY}, which accelerate and transformers always set, does not change that.")
     _require_no_closure(optimizer)
+    require_common_options(optimizer)
     if named(kind, ALL_TENSORS) is not None:
         return True
     if named(kind, WHOLE_TENSOR) is not None:

@@ -65,6 +65,8 @@ REFUSED: dict[str, str] = {
     "lbfgs": "it takes inner products over all parameters and evaluates the loss several times a step",
     "sparseadam": "it needs sparse gradients, and flat units have dense ones",
     "lomo": "it updates parameters inside backward, before gradients are reduced",
+    "lorafaoptimizer": "it pairs each lora_B with the frozen lora_A before it in a param group, and the engine's groups have no frozen "
+    "parameters (LoRA+, which is peft.optimizers.create_loraplus_optimizer, trains here)",
     "adalomo": "it updates parameters inside backward, before gradients are reduced",
 }
 _QUANTIZED = "it quantizes its state in blocks of a whole parameter"

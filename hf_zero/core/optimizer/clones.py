@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType
 from typing import Any
 
@@ -166,6 +166,7 @@ def try_steps(
     grads: Sequence[Sequence[Tensor]],
     kind: type[torch.nn.Parameter] = torch.nn.Parameter,
     first: int = 0,
+    watch: AbstractContextManager[object] | None = None,
 ) -> tuple[torch.optim.Optimizer, list[torch.nn.Parameter], str]:
     """Step another optimizer of the same class over copies of ``starts``, of class ``kind``, with one gradient of each per step.
 
@@ -179,6 +180,7 @@ def try_steps(
         grads: The gradients of each parameter.
         kind: Class of the parameters.
         first: Position of the parameter that takes the place of the original's first one in its attributes.
+        watch: Entered around each step.
 
     Returns:
         The other optimizer, its parameters, and the attribute or state in which it kept a tensor of the first one's shape ("": none).
@@ -203,7 +205,8 @@ def try_steps(
             torch.default_generator.manual_seed(step)  # for optimizers that draw random numbers
             for param, own_grads in zip(params, grads, strict=True):
                 param.grad = own_grads[step].clone()
-            built.step()
+            with watch or nullcontext():
+                built.step()
         return built, params, _kept_apart(built, params)
 
 
