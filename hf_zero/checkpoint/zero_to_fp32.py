@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 FORMAT_VERSION = 1
@@ -610,7 +610,7 @@ def main() -> None:
             exclude_frozen_parameters=arguments.exclude_frozen_parameters,
             dtype=arguments.dtype,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         if arguments.debug:
             raise
         parser.exit(1, _printable(f"zero_to_fp32.py: {error}\n"))
