@@ -30,7 +30,8 @@ class Pending:
     """A collective in flight: its works, its label, functions to call when it ends, and the buffers that must live until then.
 
     The caller that issued it waits exactly once; ``wait`` is idempotent and frees ``keep``. Then ``finish`` runs and may return
-    ``result``; ``before_finish`` is for that caller. ``group`` is the process group, named in a report of a long wait.
+    ``result``; ``before_finish`` is for that caller. ``group`` is the process group, named in a report of a long wait. ``failure``
+    is the error with which the wait ended, as text.
     """
 
     label: str
@@ -41,6 +42,7 @@ class Pending:
     done: bool = field(default=False)
     before_finish: Callable[[], None] | None = None
     group: dist.ProcessGroup | None = None
+    failure: str = ""
 
     def __post_init__(self) -> None:
         observe.issued(self.label)
@@ -53,20 +55,36 @@ class Pending:
         """
         if self.done:
             return
-        self.done = True
-        with observe.waiting(_waits_for(self.label), self.label, on_stream=True):
-            try:
-                for work in self.works:
-                    if work is not None:
-                        work.wait()
-            except RuntimeError as error:
-                raise _collective_error(self.label, error) from error
-            if self.before_finish is not None:
-                self.before_finish()
-            if self.finish is not None:
-                self.result = self.finish()
+        self.done, works = True, iter(self.works)
+        try:
+            with observe.waiting(_waits_for(self.label), self.label, on_stream=True):
+                try:
+                    for work in works:
+                        if work is not None:
+                            work.wait()
+                except RuntimeError as error:
+                    raise _collective_error(self.label, error) from error
+                if self.before_finish is not None:
+                    self.before_finish()
+                if self.finish is not None:
+                    self.result = self.finish()
+        except BaseException as error:
+            # Not the error itself, whose traceback holds the buffers. gloo never ends a second wait for the same work.
+            self.failure, self.works = repr(error), [] if isinstance(error, CollectiveError) else list(works)
+            raise
         self.before_finish = None
         self.works, self.finish, self.keep = [], None, ()
+
+    def drop(self) -> None:
+        """Wait until the network no longer uses the buffers, and discard the result. Raise no error of the collective."""
+        self.done, works = True, [work for work in self.works if work is not None]
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            observe.logger.warning("%s failed after its result was discarded: %s", self.label, error)
+        finally:
+            self.works, self.finish, self.before_finish, self.result, self.keep = [], None, None, None, ()
 
     def then(self, work: Callable[[torch.Tensor | None], torch.Tensor | None]) -> Pending:
         """Call ``work`` on the result when the collective has ended, and make its return value the new result. Return this object."""
@@ -82,7 +100,8 @@ class Pending:
         """
         self.wait()
         if self.result is None:
-            raise CollectiveError(f"{self.label} gives nothing back")
+            why = f": an earlier wait for it ended with {self.failure}" if self.failure else ""
+            raise CollectiveError(f"{self.label} gives nothing back{why}")
         return self.result
 
 

@@ -323,7 +323,7 @@ class Engine(nn.Module):
     def discard_gradients(self) -> None:
         """Discard gradients accumulated since the last step, on this rank; every rank must call it."""
         if self.stepper is not None:
-            self.stepper.reducer.clear()
+            self.runtime.backward.discard()
             self.stepper.trained.forget_waiting()
             self.accumulation.discarded()
             self.stepper.equal.forget()

@@ -312,7 +312,11 @@ class BackwardPhase:
         """
         if not self.begun:
             return
-        texts = self._join("")
+        try:
+            texts = self._join("")
+        except BaseException as error:
+            self.break_off(error)
+            raise
         if texts:
             self.abort()
             raise StateError(
@@ -343,9 +347,10 @@ class BackwardPhase:
 
         [Note: a backward that breaks off on one rank] The other ranks continue their backward, and wait for this rank in each of its
         collectives. So this rank takes part in the remaining collectives, with zeros, and the vote on late gradients informs all ranks of
-        the error. After an interrupt or a broken network this rank takes part in nothing further.
+        the error. After an interrupt or a broken network, or when it has voted, this rank takes part in nothing further.
         """
-        if self.begun and not self.mixed and (error is None or (isinstance(error, Exception) and not isinstance(error, CollectiveError))):
+        goes_on = error is None or (isinstance(error, Exception) and not isinstance(error, CollectiveError))
+        if self.begun and not self.mixed and goes_on and not (self.reducer is not None and self.reducer.voted):
             try:
                 self._join(repr(error) if error is not None else "an error that the script has caught")
             except Exception as further:  # the error of the first rank is reported; the device may have no memory left, or be broken
@@ -362,15 +367,31 @@ class BackwardPhase:
 
     def abort(self) -> None:
         """Discard a forward or backward that failed with an error; local."""
-        if self.schedule is not None:
-            self.schedule.reshard_all()
-        release_held(self)
-        if self.reducer is not None and self._collects:
-            self.reducer.clear()
-            notify = self.on_broken_off() if self.on_broken_off is not None else None
-            if notify is not None:
+        try:
+            if self.schedule is not None:
+                self.schedule.reshard_all()
+            release_held(self)
+        finally:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        collected = self.reducer is not None and self._collects
+        try:
+            if collected:
+                self.discard()
+        finally:
+            self._finish()  # an engine that stayed in ``SharedBackward`` would break the backwards of others
+            if collected and (notify := self.on_broken_off() if self.on_broken_off is not None else None) is not None:
                 notify()
-        self._finish()
+
+    def discard(self) -> None:
+        """Discard all gradients, also those in ``param.grad``, where a backward that is interrupted leaves one; local."""
+        if self.reducer is not None:
+            self.reducer.clear()
+            for entry in self.reducer.gradients:
+                for index, param in enumerate(entry.unit.params):
+                    if param is not None and (id(entry.unit), index) in self._handles:  # otherwise another engine trains it
+                        set_gradient(param, None)
 
     def _finish(self) -> None:
         if self.begun and self._collects:

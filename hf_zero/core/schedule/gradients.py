@@ -395,9 +395,10 @@ class UnitGradients:
         return self.total.shard
 
     def clear(self) -> None:
-        """Discard all accumulated gradients, after a step or after a backward that failed."""
-        self.finish_hop()
-        self._reduction = None
+        """Discard all gradients, those in flight too, after a step or after a backward that failed."""
+        reduction, self._reduction = self._reduction, None
+        if reduction is not None and reduction.under_way is not None:
+            reduction.under_way.drop()
         self.collected.clear(self.total.clear())
         self.passed = False
 

@@ -150,6 +150,7 @@ class Reducer:
         piecemeal: Whether each parameter gets several gradients in the running backward: they are summed, and units are sent when it ends.
         added_to: Names of parameters whose written gradients a backward has added to, see [Note: a gradient written between micro-steps].
         outside: Refers to the gradients that no unit takes; None if there can be none.
+        voted: Whether the vote at the end of the running backward has begun.
 
     Args:
         gradients: See the attribute.
@@ -179,6 +180,7 @@ class Reducer:
         self.piecemeal = False
         self.added_to: dict[str, None] = {}
         self.outside: ref[OutsideGradients] | None = None
+        self.voted = False
         self._home = HomeStream(device)
         self._overlap = overlap
         self._ask = ask
@@ -314,6 +316,7 @@ class Reducer:
         self.send_all()
         with self._home.entered():
             answers = self._ask_for_late(error) if self._reduces else None
+            self.voted = answers is not None
             self._finish()
             errors = self._reduce_late(answers(), error) if answers is not None else ""
             for entry in self.gradients:
@@ -437,6 +440,6 @@ class Reducer:
         self._reset()
 
     def _reset(self) -> None:
-        self._sent = 0
+        self._sent, self.voted = 0, False
         self._order = None
         self.piecemeal = False
