@@ -10,6 +10,7 @@ from hf_zero.errors import StateError
 from tests.support import ranks
 from tests.support.parity import Run, initialize
 from tests.support.rows import slow_but
+from tests.support.zero3 import whole_parameters
 
 STAGES = (0, 1, 2, 3)
 
@@ -82,3 +83,59 @@ def _over_micro_steps(stage: int) -> None:
 @pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
 def test_a_gradient_in_any_micro_step_is_enough(stage: int) -> None:
     ranks.run_ranks(_over_micro_steps, 2, stage)
+
+
+TAKEN = (0, 1, 1, 0, 1, 0)  # the branch of each step, like an adapter that a script activates
+
+
+def _rows(step: int, rank: int) -> Tensor:
+    return torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * step + rank)).to(ranks.device())
+
+
+def _started() -> tuple[Branches, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Branches().to(ranks.device())
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def _choose(model: Branches, taken: int, freezes: bool) -> None:
+    """Freeze the branch that this step leaves out, if the script ``freezes``."""
+    for index, branch in enumerate(model.branches):
+        branch.requires_grad_(index == taken or not freezes)
+
+
+def _plain(freezes: bool, world: int) -> dict[str, Tensor]:
+    """Return the weights of plain PyTorch, in which each parameter that requires a gradient and has none gets one of zeros."""
+    model, optimizer = _started()
+    for step, taken in enumerate(TAKEN):
+        _choose(model, taken, freezes)
+        for rank in range(world):
+            (model(_rows(step, rank), (taken,)) / world).backward()
+        for param in model.parameters():
+            if param.requires_grad and param.grad is None:
+                param.grad = torch.zeros_like(param)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def _switched(stage: int) -> None:
+    """Check that a branch left out is trained with zeros, also in Adam's step count, and that one that is frozen is not trained."""
+    for freezes in (False, True):
+        model, optimizer = _started()
+        engine = initialize(model, Run(stage, extra={"zero_allow_untested_optimizer": True}), optimizer=optimizer)
+        for step, taken in enumerate(TAKEN):
+            _choose(model, taken, freezes)
+            engine.backward(engine(_rows(step, ranks.rank()), (taken,)))
+            engine.step()
+        expected = _plain(freezes, ranks.world())
+        for name, value in whole_parameters(model).items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6, msg=lambda text, what=(freezes, name): f"{what}: {text}")
+        engine.destroy()
+    skipped = _plain(True, ranks.world())["branches.1.weight"]
+    assert not torch.allclose(_plain(False, ranks.world())["branches.1.weight"], skipped, atol=1e-3)  # the two rules differ here
+
+
+@pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
+def test_branches_that_take_turns_train_as_in_plain_pytorch(stage: int) -> None:
+    ranks.run_ranks(_switched, 2, stage)
