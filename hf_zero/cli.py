@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
+from hf_zero import __version__
 from hf_zero.errors import ConfigError, HfZeroError, PrintableStream, printable
 
 try:
@@ -59,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hf-zero", description="ZeRO training with DeepSpeed configuration files.")
     parser.set_defaults(run=_next_steps)
+    parser.add_argument("--version", action="version", version=f"hf_zero {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND")
     explain = commands.add_parser("explain", help="show what each key of a DeepSpeed configuration does here, and which mistakes it has")
     explain.add_argument("config", nargs="?", help="JSON file, JSON text or base64 text; may be left out with --tp")

@@ -54,9 +54,7 @@ def read_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str,
     decoded = _from_base64(source)
     if decoded is None:
         short = source if len(source) <= 120 else f"{source[:20]}... ({len(source)} characters)"
-        raise ConfigError(
-            f"The config {short!r} is no existing file, no JSON text and no base64 text. Give the path of a JSON file or a dict."
-        )
+        raise ConfigError(f"The config {short!r} is neither an existing file nor JSON or base64 text. Give the path of a JSON file.")
     return _parse(decoded, "the base64 text")
 
 

@@ -148,8 +148,8 @@ def _check(engine: Engine, plugin: Any, params: Sequence[torch.Tensor], max_norm
         raise UnsupportedError(f"{some}. Pass model.parameters() of the prepared model")
     if left_out:
         warn_once(some)
-    if written is None and max_norm != known:
-        before = engine.gradient_clipping() if known is None else known
+    before = engine.gradient_clipping() if known is None else known
+    if written is None and max_norm != before:
         log_rank0("clipping at %g, the argument of the script's clip_grad_norm_ (%g before)", max_norm, before or math.inf)
     _numbers[optimizer] = max_norm
     return written

@@ -150,8 +150,8 @@ def test_sizes_that_no_ranks_fit(ended: dict[str, Ended]) -> None:
 def test_a_missing_file_is_one_error(ended: dict[str, Ended]) -> None:
     for name in ("arguments-missing", "plugin-missing", "reader-missing"):
         assert ended[name].out == (
-            "ConfigError: The config 'nowhere.json' is no existing file, no JSON text and no base64 text. Give the path of a JSON file or "
-            "a dict.\nFalse\n"
+            "ConfigError: The config 'nowhere.json' is neither an existing file nor JSON or base64 text. Give the path of a JSON file.\n"
+            "False\n"
         ), ended[name]
 
 
@@ -170,7 +170,7 @@ def test_accelerate_launch_starts_no_ranks(ended: dict[str, Ended]) -> None:
     typo, missing = ended["launch-typo"], ended["launch-missing"]
     assert typo.out == missing.out == "" and typo.status == missing.status == 1
     assert typo.err.count("\n") == 4 and "`gradient_cliping`" in typo.err and "`zero_optimization.overlap_com`" in typo.err, typo.err
-    assert missing.err.count("\n") == 2 and "is no existing file" in missing.err, missing.err
+    assert missing.err.count("\n") == 2 and "is neither an existing file nor" in missing.err, missing.err
 
 
 def test_accelerate_launch_started_by_python_m_is_the_same(ended: dict[str, Ended]) -> None:

@@ -42,6 +42,12 @@ def rows_of(text: str) -> dict[str, dict[str, str]]:
     return {row["key"]: row for row in json.loads(text)["keys"]}
 
 
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(capsys, "--version")
+    assert ended.value.code == 0 and capsys.readouterr().out == f"hf_zero {hf_zero.__version__}\n"
+
+
 def test_without_a_command_it_says_what_to_do_next(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys)
     assert (code, err) == (0, "")

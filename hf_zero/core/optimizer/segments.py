@@ -51,8 +51,9 @@ def group_of_params(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> 
             if id(param) not in names:
                 raise ConfigError(
                     f"parameter {position} of param group {index} (shape {tuple(param.shape)}) of the optimizer is not a parameter of the "
-                    "model; build the optimizer from the parameters of the model that is passed to initialize(). Parameters of a loss "
-                    "function: make the loss a submodule of the model, or freeze them with requires_grad_(False) if they are not trained"
+                    "model; build the optimizer from the parameters of the model that is passed to initialize(), anew if an earlier "
+                    "initialize() with it broke off. Parameters of a loss function: make the loss a submodule of the model, or freeze them "
+                    "with requires_grad_(False) if they are not trained"
                 )
             groups[id(param)] = index
     return groups
