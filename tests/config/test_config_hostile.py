@@ -76,7 +76,7 @@ def test_numbers_of_thousands_of_digits() -> None:
 def test_files_without_end_and_paths_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is larger than 16,777,216 bytes"):
         read_config("/dev/zero")
-    with pytest.raises(ConfigError, match="no existing file"):
+    with pytest.raises(ConfigError, match="neither an existing file"):
         read_config("a\0b")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_config(Path("a\0b"))

@@ -66,14 +66,14 @@ def test_comments_and_trailing_commas() -> None:
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("no_such_file.json", ["no_such_file.json", "no existing file"]),
+        ("no_such_file.json", ["no_such_file.json", "neither an existing file"]),
         ("{'a': 1}", ["not JSON", "line 1, column 2"]),
         ('{"a": 1,\n "b": }', ["line 2, column 7"]),
         ("{} {}", ["not JSON"]),
         ('{"fp16": {"enabled": true, "enabled": false}}', ["`enabled` stands twice"]),
         (None, ["NoneType"]),
         (3, ["int"]),
-        (base64.b64encode(b"[1]").decode(), ["no existing file"]),
+        (base64.b64encode(b"[1]").decode(), ["neither an existing file"]),
     ],
 )
 def test_unreadable(source: object, words: list[str]) -> None:
