@@ -274,10 +274,19 @@ def shifts_slices(model: nn.Module, given: Mapping[str, Any]) -> bool:
     """
     if given.get("labels") is None or not has_own_forward(model) or reads_shifted_labels(model):
         return False
+    names, passes_on = _read_by_forward(model)
+    return not (passes_on and (not names or "super" in names))
+
+
+def _read_by_forward(model: nn.Module) -> tuple[set[Any], bool]:
+    """Return the names and constants in the code of a model's forward, and whether it takes ``**kwargs``, which it may pass on.
+
+    Both are for the forward as written; there are no names if it has no code of Python.
+    """
     forward = inspect.unwrap(_inside(model).forward)
     code = getattr(getattr(forward, "__func__", forward), "__code__", None)
-    passes_on = any(found.kind is found.VAR_KEYWORD for found in inspect.signature(forward).parameters.values())
-    return not (passes_on and (code is None or "super" in code.co_names))
+    names = set() if code is None else {*code.co_varnames, *code.co_names, *(text for text in code.co_consts if isinstance(text, str))}
+    return names, any(given.kind is given.VAR_KEYWORD for given in inspect.signature(forward).parameters.values())
 
 
 def _is_base(base: nn.Module) -> bool:
@@ -287,14 +296,8 @@ def _is_base(base: nn.Module) -> bool:
 
 def reads_shifted_labels(model: nn.Module) -> bool:
     """Return whether a forward of a script's own computes its loss with ``shift_labels``, or leaves the loss to ``loss_function``."""
-    forward = inspect.unwrap(_inside(model).forward)
-    code = getattr(getattr(forward, "__func__", forward), "__code__", None)
-    if code is None:
-        return False
-    passes_on = any(given.kind is given.VAR_KEYWORD for given in inspect.signature(forward).parameters.values())
-    if passes_on and "loss_function" in code.co_names:
-        return True
-    return "shift_labels" in (*code.co_varnames, *code.co_names, *code.co_consts)
+    names, passes_on = _read_by_forward(model)
+    return "shift_labels" in names or (passes_on and "loss_function" in names)
 
 
 def shifts_labels(model: nn.Module) -> bool:

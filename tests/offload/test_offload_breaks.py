@@ -168,12 +168,15 @@ def _interrupted_waits(label: str, folder: str) -> list[str]:
         with mock.patch.object(updates.UnitUpdate, "run", slow):
             steps_and_wait(engine)
             engine.load_checkpoint(folder, tag=label)
-        engine.zero_grad()
-        steps(engine, run, 2, 2)
-        wrong = differing(state_of(engine), expected)
-        destroy(engine)
-        del engine
-        gc.collect()
+        return _ended(engine, run, expected)
+
+
+def _ended(engine: Any, run: Run, expected: Any) -> list[str]:
+    """Train the rest after a load, and return the names of values that are not those of the run without a break."""
+    engine.zero_grad()
+    steps(engine, run, 2, 2)
+    wrong = differing(state_of(engine), expected)
+    destroy(engine)
     return wrong
 
 
@@ -210,13 +213,7 @@ def _failing_thread(folder: str) -> list[str]:
             step(engine, 2)
             time.sleep(0.2)
         engine.load_checkpoint(folder, tag="here")  # the first wait for the update
-        engine.zero_grad()
-        steps(engine, run, 2, 2)
-        wrong = differing(state_of(engine), expected)
-        destroy(engine)
-        del engine
-        gc.collect()
-    return wrong
+        return _ended(engine, run, expected)
 
 
 def test_a_load_goes_on_after_an_update_in_the_other_thread_that_failed(tmp_path: Path) -> None:

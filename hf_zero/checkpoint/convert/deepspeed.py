@@ -263,10 +263,11 @@ class _Stage12(_Reader):
         if lost:
             raise CheckpointError(f"{folder}: param_shapes lists {lost[0]}, but module has no such parameter")
         self._check_mappings()
+        self._starts = [self._offsets(group) for group in range(len(self.shapes))]  # of parameters in the whole flat arrays
         self._by_mappings = bool(ranks[0].get("param_slice_mappings")) and self._mappings_are_right()
 
     def _mappings_are_right(self) -> bool:
-        """Return whether ``param_slice_mappings`` tell where parameters lie, and not ``param_shapes``, where the two say different things.
+        """Return whether to take the places of parameters from ``param_slice_mappings``, or, if the two differ, from ``param_shapes``.
 
         With ``round_robin_gradients`` DeepSpeed writes the former in the order of the model's parameters, and the arrays in another. Files
         of older versions lack the paddings without which the latter are wrong. The weights in ``module`` decide.
@@ -281,8 +282,8 @@ class _Stage12(_Reader):
             if all(self._is_of_module(*one, by_mappings) for one in named):
                 return by_mappings
         raise CheckpointError(
-            f"{self.folder}: param_slice_mappings and param_shapes say different things of where parameters lie (as with "
-            "zero_optimization.round_robin_gradients), and with neither the masters are the weights in module. Save again with "
+            f"{self.folder}: param_slice_mappings and param_shapes give parameters different places (as with "
+            "zero_optimization.round_robin_gradients), and at neither places are the weights of module. Save again with "
             "round_robin_gradients false"
         )
 
@@ -334,7 +335,7 @@ class _Stage12(_Reader):
             address = self.ranks[rank]["param_slice_mappings"][group].get(name)
             count, start = (0, 0) if address is None else _address(address)
             return start if count else 0, count
-        start = self._offsets(group)[name] - rank * self._partition(group)
+        start = self._starts[group][name] - rank * self._partition(group)
         low, high = max(0, start), min(self._partition(group), start + numel)
         return (low, high - low) if high > low else (0, 0)
 
