@@ -131,13 +131,12 @@ def _positive(text: str) -> int:
 
 
 def _source(text: str) -> tuple[str, Any]:
-    name, found, value = text.partition("=")
-    if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    from hf_zero.config.auto import source_of
+
     try:
-        return name.strip(), json.loads(value)
-    except json.JSONDecodeError:
-        return name.strip(), value
+        return source_of(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _size(text: str) -> int:

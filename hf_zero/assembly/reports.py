@@ -67,7 +67,7 @@ def describe(
     stage: StagePolicy,
     topology: Topology,
     optimizer: torch.optim.Optimizer | None,
-    answers: str,
+    served: str,
 ) -> str:
     """Return one line that says that the engine is on, and with which settings. Users search logs for its first two words.
 
@@ -77,24 +77,23 @@ def describe(
         stage: The stage.
         topology: Axes of the ranks.
         optimizer: The inner optimizer; None for an engine that only runs forward.
-        answers: The package that ``import deepspeed`` finds.
+        served: Clause that says whether ``import deepspeed`` finds hf_zero.
     """
     states = sum(unit.shard.nbytes for unit in units)
     masters = sum(unit.master.nbytes for unit in units if unit.master is not None and unit.master is not unit.shard)
-    dtypes = sorted({str(unit.layout.dtype).removeprefix("torch.") for unit in units}) or ["no units"]
+    dtypes = sorted({str(unit.layout.dtype).removeprefix("torch.") for unit in units}) or ["no parameters"]
     groups = f" in {topology.replicate.world} shard groups of {topology.world}" if topology.replicate is not None else ""
     together = topology.model.world if topology.model is not None else 1
     divided = f" (groups of {together} divide one model)" if together > 1 else ""
-    training = [] if optimizer is None else [_batch(resolved), _clipping(resolved), type(optimizer).__name__]
+    training = [] if optimizer is None else [_batch(resolved), _clipping(resolved), _name(optimizer)]
     return ", ".join(
         [
-            f"DeepSpeed info: ZeRO stage {stage.stage} of hf_zero {__version__} ({answers}) "
+            f"DeepSpeed info: ZeRO stage {stage.stage} of hf_zero {__version__} ({served}) "
             f"on {topology.data.world * together} rank(s){divided}{groups}",
             *(training or ["no optimizer"]),
             *dtypes,
             describe_offload(resolved.config.zero_optimization, stage).removeprefix(", ") or "no offload",
-            f"{len(units)} units",
-            f"{sum(unit.layout.numel for unit in units):,} parameters",
+            f"{sum(unit.layout.numel for unit in units):,} parameters in {len(units)} units",
             f"{size_text(states + masters, '.1f', 'MiB')} of shards and masters on this rank",
         ]
     )
@@ -102,7 +101,13 @@ def describe(
 
 def _batch(resolved: ResolvedConfig) -> str:
     batch = resolved.batch
-    return f"global batch {batch.total} = {batch.micro} per rank x {batch.accumulation} micro-steps x {batch.world_size} ranks with data"
+    return f"global batch {batch.total} = {batch.micro} per rank x {batch.accumulation} micro-steps x {batch.world_size} data-parallel ranks"
+
+
+def _name(optimizer: torch.optim.Optimizer) -> str:
+    """Return the name of the optimizer's algorithm: that of its class, without the prefix of optimizers for host memory."""
+    name = type(optimizer).__name__.removeprefix("Host")
+    return "AdamW" if name == "Adam" and optimizer.defaults.get("decoupled_weight_decay") else name
 
 
 def _clipping(resolved: ResolvedConfig) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_zero.config.problems import nearest
 from hf_zero.errors import ConfigError
 from hf_zero.system.reading import parse_json
 from hf_zero.system.text_file import LIMIT_BYTES, read_bytes
@@ -69,6 +71,62 @@ AUTO_RULES: dict[str, AutoRule] = {
 
 SOURCE_NAMES: frozenset[str] = frozenset(name for rule in AUTO_RULES.values() for name in rule.sources) | {"world_size"}
 """Every name that `resolve(sources=...)` understands."""
+
+
+def filled(config: Mapping[str, Any], sources: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Return ``config`` without values "auto": each is replaced by the value of its source, or left out if ``sources`` lacks it.
+
+    Args:
+        config: A configuration, or the block of it at ``path``.
+        sources: Values by the names in ``SOURCE_NAMES``.
+        path: Dotted key of the block; "" for a whole configuration.
+
+    Raises:
+        ConfigError: ``enabled`` of a block is "auto" and its source is not given: whether it is on has no default to fall back on.
+    """
+    kept: dict[str, Any] = {}
+    for key, value in config.items():
+        here = f"{path}.{key}" if path else key
+        if isinstance(value, Mapping):
+            kept[key] = filled(value, sources, here)
+        elif value != "auto":
+            kept[key] = value
+        elif (found := AUTO_RULES[here].value(sources) if here in AUTO_RULES else None) is not None:
+            kept[key] = found
+        elif key == "enabled":
+            name = AUTO_RULES[here].label() if here in AUTO_RULES else ""
+            remedy = f"give --source {name}=true (or false)" if name else "write true or false"
+            raise ConfigError(f'`{here}` is "auto", which Trainer replaces by its argument; there are no training arguments here: {remedy}')
+    return kept
+
+
+def source_of(text: str) -> tuple[str, Any]:
+    """Return name and value of ``text``, a NAME=VALUE from the command line; a value that is no JSON is a text.
+
+    Raises:
+        ConfigError: ``text`` has no name or no "=".
+    """
+    name, found, value = text.partition("=")
+    if not found or not name.strip():
+        raise ConfigError(f"{text!r} is not NAME=VALUE")
+    try:
+        return name.strip(), json.loads(value)
+    except json.JSONDecodeError:
+        return name.strip(), value
+
+
+def checked_sources(sources: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of ``sources``.
+
+    Raises:
+        ConfigError: A name is not in ``SOURCE_NAMES``.
+    """
+    for name in sources:
+        if name not in SOURCE_NAMES:
+            guess = nearest(name, SOURCE_NAMES)
+            hint = f"did you mean {guess!r}?" if guess else f"known: {', '.join(sorted(SOURCE_NAMES))}"
+            raise ConfigError(f'sources[{name!r}] is no source of an "auto" value; {hint}')
+    return dict(sources)
 
 
 def hidden_size_of(model_or_config: Any) -> int | None:

@@ -56,7 +56,8 @@ def _contradiction(batch: Batch, given: dict[str, int]) -> str:
     factors = " x ".join(f"{value} ({key})" for key, value in [*given.items(), ("data-parallel size", batch.world_size)])
     product = batch.world_size * math.prod(given.values())
     if len(given) == 2:
-        return f"does not fit: {batch.total} is not {factors} = {product}. Give any two of the three keys, or correct one"
+        remedy = 'Give any two of the three keys, or correct one; "auto" for a key takes it from the script'
+        return f"does not fit: {batch.total} is not {factors} = {product}. {remedy}"
     equal = f" = {product}" if given else ""
     return f"does not fit: {batch.total} is not a multiple of {factors}{equal}. Set it to a multiple of {product}"
 

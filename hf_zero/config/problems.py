@@ -32,6 +32,7 @@ class Problems:
     refusals: list[str] = field(default_factory=list)
     mismatches: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    arguments: list[str] = field(default_factory=list)
 
     def error(self, key: str, text: str) -> None:
         """Record that the value of `key` is wrong."""
@@ -44,6 +45,8 @@ class Problems:
     def mismatch(self, key: str, value: object, source: str, expected: object) -> None:
         """Record that `key` contradicts the value of its source."""
         self.mismatches.append(f"ds {key}={show(value)} vs {source}={show(expected)}")
+        if source.isidentifier():  # a single argument, and no calculated value
+            self.arguments.append(f"--{source} {show(value)}")
 
     def warn(self, key: str, text: str) -> None:
         """Record an unusual but harmless value; an error under `strict`."""
@@ -63,9 +66,15 @@ class Problems:
             blocks.append(_block("The DeepSpeed config has settings that hf_zero does not provide:", self.refusals))
         if self.mismatches:
             head = "Please correct the following DeepSpeed config values, which mismatch the training arguments:"
-            tail = '\nThe easiest way is to set these values to "auto" in the DeepSpeed config.'
-            blocks.append(_block(head, self.mismatches) + tail)
+            blocks.append(_block(head, self.mismatches) + self._tail())
         return "\n".join(blocks)
+
+    def _tail(self) -> str:
+        """Return the remedy for mismatches as the last line of the report."""
+        tail = '\nThe easiest way is to set these values to "auto" in the DeepSpeed config'
+        if len(self.arguments) < len(self.mismatches):
+            return f"{tail}."
+        return f"{tail}; to keep them, give the arguments the same values: {' '.join(self.arguments)}."
 
     def raise_all(self) -> None:
         """Raise one exception with all findings that must stop the run; return if there are none.

@@ -151,7 +151,10 @@ def _load(text: str, name: str) -> Any:
 
 
 def _not_json(name: str, error: json.JSONDecodeError) -> ConfigError:
-    return ConfigError(f"The config in {name} is not JSON: {error.msg} (line {error.lineno}, column {error.colno})")
+    lines = error.doc.splitlines()
+    line = lines[error.lineno - 1].strip() if error.lineno <= len(lines) else ""
+    found = f": {show(line)[1:-1]}" if line else ""
+    return ConfigError(f"The config in {name} is not JSON: {error.msg} (line {error.lineno}, column {error.colno}){found}")
 
 
 def _without_comments(text: str) -> str:

@@ -9,12 +9,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hf_zero.config.auto import AUTO_RULES, SOURCE_NAMES
+from hf_zero.config.auto import AUTO_RULES, checked_sources
 from hf_zero.config.batch import ACCUMULATION, MICRO, TOTAL, Batch, solve
 from hf_zero.config.checks import check_refusals, check_values
 from hf_zero.config.elastic import take_elastic_batch
 from hf_zero.config.keys import adapter_of, default_of, extra_of, nested_of, type_text
-from hf_zero.config.problems import Problems, nearest, show
+from hf_zero.config.problems import Problems, show
 from hf_zero.config.read import read_config
 from hf_zero.config.schema.fields import Section
 from hf_zero.config.schema.root import ZeroConfig
@@ -119,7 +119,7 @@ def analyse(
         ConfigError: The source cannot be read at all, or `sources` has an unknown name.
     """
     problems = Problems(strict=strict or strict_by_environment())
-    given = _checked_sources(sources or {})
+    given = checked_sources(sources or {})
     if world_size == 1:
         world_size = int(given.get("world_size") or 1)
     raw = read_config(source)
@@ -141,15 +141,6 @@ def analyse(
 def strict_by_environment() -> bool:
     """Return whether HF_ZERO_STRICT makes warnings errors."""
     return os.environ.get(STRICT_VARIABLE, "").strip().lower() in ("1", "true", "yes", "on")
-
-
-def _checked_sources(sources: Mapping[str, Any]) -> dict[str, Any]:
-    for name in sources:
-        if name not in SOURCE_NAMES:
-            guess = nearest(name, SOURCE_NAMES)
-            hint = f"did you mean {guess!r}?" if guess else f"known: {', '.join(sorted(SOURCE_NAMES))}"
-            raise ConfigError(f'sources[{name!r}] is no source of an "auto" value; {hint}')
-    return dict(sources)
 
 
 # ----------------------------------------------------------------------------------------------------------------- auto

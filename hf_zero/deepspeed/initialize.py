@@ -27,7 +27,7 @@ from hf_zero.config.read import read_config
 from hf_zero.config.resolve import resolve
 from hf_zero.core.engine import on_build
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
-from hf_zero.deepspeed.alias.finder import answers_deepspeed
+from hf_zero.deepspeed.alias.finder import served_deepspeed
 from hf_zero.deepspeed.engine import Engine
 from hf_zero.deepspeed.loss_scalers import EngineLossScaler
 from hf_zero.deepspeed.moe.layer import require_known_experts
@@ -188,7 +188,7 @@ def initialize(
         join(engine)
     for hook in on_build:
         hook(engine)
-    announce_line(describe(resolved, engine.units, engine.stage_policy, engine.collectives.topology, inner, answers_deepspeed()))
+    announce_line(describe(resolved, engine.units, engine.stage_policy, engine.collectives.topology, inner, served_deepspeed()))
     if training_data is not None:
         engine.collate_fn = collate_fn
         engine.training_dataloader = engine.deepspeed_io(training_data, route=engine.training_route)

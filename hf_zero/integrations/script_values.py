@@ -17,6 +17,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from hf_zero.config.batch import ACCUMULATION, MICRO
+from hf_zero.deepspeed.alias.finder import SWITCH, is_switched_on
 from hf_zero.deepspeed.engine import Engine
 from hf_zero.deepspeed.requests import set_train_micro_batch_size
 from hf_zero.errors import ConfigError, UnsupportedError
@@ -117,6 +118,14 @@ def start_accelerator(method: Callable[..., None], accelerator: Any, *args: Any,
         os.environ[_LAUNCHED] = str(steps)
         warn_once(f"{ACCUMULATION} is {steps}, as in Accelerator(); the 1 of the launcher, accelerate config's default, is not used")
     method(accelerator, *args, **kwargs)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1 and is_switched_on() and accelerator.distributed_type.startswith(("MULTI_", "NO")):
+        warn_once(
+            f"ZeRO is off, although {SWITCH} is {os.environ[SWITCH]}: no DeepSpeed configuration has reached this Accelerator, whose "
+            f"distributed type is {accelerator.distributed_type.value} on {ranks} processes. Start with `accelerate launch --use_deepspeed "
+            "--zero_stage 3` (or --deepspeed_config_file ds.json, or the file that `accelerate config` writes), or give "
+            "TrainingArguments(deepspeed=...) or Accelerator(deepspeed_plugin=hf_zero.ZeroPlugin(stage=3))"
+        )
 
 
 def fill_match(

@@ -24,7 +24,7 @@ import torch
 from hf_zero.config.schema.storage import Aio
 from hf_zero.errors import OffloadError
 from hf_zero.memory.buffers import ALIGNMENT
-from hf_zero.observe import log_rank0, warn_once
+from hf_zero.observe import log_rank0, logger, warn_once
 from hf_zero.system import own_files
 from hf_zero.system.folder import Folder
 from hf_zero.system.planning import placed
@@ -59,7 +59,7 @@ class SwapFolder:
         base = Path(root).expanduser()
         machine = f"{_PREFIX}{platform.node()}_"
         try:
-            own_files.make_folders(base)
+            _make_root(base)
             _remove_abandoned(base, machine)
             self.path, lock = _make_locked(base / f"{machine}rank{rank}_{os.urandom(6).hex()}")
         except OSError as error:
@@ -73,6 +73,18 @@ class SwapFolder:
     def remove(self) -> None:
         """Remove the folder and its files; a second call does nothing."""
         self._finalizer()
+
+
+def _make_root(base: Path) -> None:
+    """Create the folder ``base`` if it does not exist; the process of this machine that creates it warns, because its name may be wrong."""
+    own_files.make_folders(base.parent)
+    try:
+        base.mkdir()
+    except FileExistsError:
+        own_files.make_folders(base)  # raises if it is a file
+        return
+    free = gib(shutil.disk_usage(base).free)
+    logger.warning("nvme_path %r did not exist: it is created, on a file system with %s free. Check the name", str(base), free)
 
 
 class _Lock(enum.Enum):

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _WHERE = "The model's code or hf_zero raised this error: set HF_ZERO_LOG_LEVEL=DEBUG for the traceback"
 _MICRO = "train_micro_batch_size_per_gpu"
 _MODEL = "folder or file with a config.json, an ID on the Hub, a model_type of transformers, or python:FILE.py:FUNCTION"
+_AUTO = 'value of a training argument that replaces "auto", such as bf16=true; may be given several times'
 _FROM = "FSDP settings (accelerate's YAML, Trainer's arguments, transformers' DistributedConfig): print the equivalent configuration"
 
 
@@ -29,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``hf-zero plan`` to ``parser``."""
     parser.add_argument("model", nargs="?", help=_MODEL)
     parser.add_argument("--config", help="DeepSpeed configuration: JSON file, JSON text or base64 text")
+    parser.add_argument("--source", dest="sources", action="append", default=[], metavar="NAME=VALUE", help=_AUTO)
     parser.add_argument("--from", dest="source", metavar="FILE", help=_FROM)
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="replace a value of the model's configuration")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="number of ranks over all nodes (default 1)")
@@ -131,6 +133,7 @@ def _refuse_unread(options: argparse.Namespace, read: set[str]) -> None:
 
 def _inputs(options: argparse.Namespace) -> fit.PlanInputs:
     """Return the inputs of a plan that the flags describe: model, ranks and hardware."""
+    from hf_zero.config.auto import checked_sources
     from hf_zero.plan.inputs import Cluster, Hardware, ModelWish, bytes_per_second_of
     from hf_zero.system.sizes import bytes_of
 
@@ -151,18 +154,33 @@ def _inputs(options: argparse.Namespace) -> fit.PlanInputs:
     if options.every_n_layers > 1 and not options.checkpoint_activations:
         raise ConfigError("--every-n-layers chooses the blocks that are recomputed: give --checkpoint-activations too")
     activations = options.every_n_layers if options.checkpoint_activations else 0, options.offload_activations
-    model = ModelWish(options.model, dict(map(_setting, options.set)), options.attention, options.trainable, *activations)
-    return fit.PlanInputs(model, Cluster(options.ranks, near, options.device == "cpu"), hardware, settled)
+    model = ModelWish(options.model, _pairs(options.set, "--set"), options.attention, options.trainable, *activations)
+    sources = checked_sources(_pairs(options.sources, "--source"))
+    for name, other in (("bf16", "fp16"), ("fp16", "bf16")):
+        if sources.get(name) is True:
+            sources.setdefault(other, False)  # Trainer refuses both
+    return fit.PlanInputs(model, Cluster(options.ranks, near, options.device == "cpu"), hardware, settled, sources)
+
+
+def _pairs(texts: Sequence[str], flag: str) -> dict[str, Any]:
+    """Return names and values of all NAME=VALUE of ``flag``."""
+    from hf_zero.config.auto import source_of
+
+    try:
+        return dict(map(source_of, texts))
+    except ConfigError as error:
+        raise ConfigError(f"{flag} {error}") from None
 
 
 def _predict(options: argparse.Namespace, inputs: fit.PlanInputs) -> Prediction:
+    from hf_zero.config.auto import hidden_size_of
     from hf_zero.config.mesh import claims_of_config, solve
     from hf_zero.plan.inputs import Load
     from hf_zero.system.pictures import is_page, require_folder, require_place
 
     if options.config is None:
         raise ConfigError("--config is missing: give the configuration to plan, or --fit to search for one")
-    config = settled(options.config, options.micro_batch, options.ranks)
+    config = settled(options.config, options.micro_batch, options.ranks, inputs.sources)
     if options.plot is not None:
         (require_folder if is_page(options.plot) else require_place)(options.plot, "--plot")
     # These imports load torch and transformers; they come last, so that messages about wrong flags appear at once.
@@ -174,6 +192,8 @@ def _predict(options: argparse.Namespace, inputs: fit.PlanInputs) -> Prediction:
 
     imports = taken(torch.device("cpu"))
     model = build_model(inputs.model)
+    sources = {"hidden_size": hidden_size_of(model.module), **inputs.sources}
+    config = settled(options.config, options.micro_batch, options.ranks, sources)
     load = Load(config[_MICRO], sequence_of(options.sequence, model.positions))
     prediction = plan_step(model, config, inputs.cluster, load, inputs.hardware, options.attention)
     replicas = solve(claims_of_config(config), options.ranks).replicas
@@ -181,17 +201,12 @@ def _predict(options: argparse.Namespace, inputs: fit.PlanInputs) -> Prediction:
     return replace(prediction, tokens=tokens, imports=imports)
 
 
-def _setting(text: str) -> tuple[str, Any]:
-    name, found, value = text.partition("=")
-    if not found or not name:
-        raise ConfigError(f"--set {text!r} is not NAME=VALUE")
-    try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
-        return name, value
-
-
-def settled(source: Mapping[str, Any] | str, micro_batch: int | None = None, ranks: int | None = None) -> dict[str, Any]:
+def settled(
+    source: Mapping[str, Any] | str,
+    micro_batch: int | None = None,
+    ranks: int | None = None,
+    sources: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """Return the configuration to plan: without "auto" values, monitors and schedulers, and with a micro-batch size and an optimizer.
 
     Args:
@@ -200,13 +215,15 @@ def settled(source: Mapping[str, Any] | str, micro_batch: int | None = None, ran
             removed; otherwise the engine derives the accumulation from ``train_batch_size``.
         ranks: Number of ranks, with which a micro-batch size that the configuration leaves open is derived as a run does, from
             ``train_batch_size`` or from ``elasticity``.
+        sources: Values that replace "auto", by the names of training arguments; without one, the default applies.
 
     Raises:
         ConfigError: The configuration cannot be read or is wrong, or it has a ``train_batch_size`` and no micro-batch size is known.
     """
+    from hf_zero.config.auto import filled
     from hf_zero.config.read import read_config
 
-    config = _without_auto(read_config(source))
+    config = filled(read_config(source), sources or {})
     for name in (
         "wall_clock_breakdown",
         "memory_breakdown",
@@ -257,22 +274,3 @@ def _samples(value: Any) -> int:
     if isinstance(value, bool) or number < 1 or not number.is_integer():
         raise ConfigError(f"`{_MICRO}` is {show(value)}; a whole number of at least 1 is allowed")
     return int(number)
-
-
-def _without_auto(block: dict[str, Any]) -> dict[str, Any]:
-    """Return ``block`` without keys that are "auto", at all levels: the engine uses defaults or derives the values.
-
-    Raises:
-        ConfigError: ``enabled`` of a precision is "auto", which cannot be derived.
-    """
-    kept: dict[str, Any] = {}
-    for key, value in block.items():
-        if isinstance(value, dict):
-            kept[key] = _without_auto(value)
-        elif value != "auto":
-            kept[key] = value
-        elif key == "enabled":
-            raise ConfigError(
-                'the configuration has "enabled": "auto" (bf16 or fp16), but a plan has no training arguments: write true or false'
-            )
-    return kept

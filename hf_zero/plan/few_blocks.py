@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from hf_zero.config.auto import hidden_size_of
 from hf_zero.errors import ConfigError
 from hf_zero.plan.inputs import ModelWish
 from hf_zero.plan.models import build_model, takes_every
@@ -41,6 +42,7 @@ class Blocks:
         experts: Whether the configuration names experts.
         positions: Length of the longest sequence in tokens; 0 if the configuration has no limit.
         every: Whether the model can recompute every n-th block only.
+        hidden: Hidden size, from which "auto" sizes of a configuration follow; None if it has no usual name.
     """
 
     wish: ModelWish
@@ -52,6 +54,7 @@ class Blocks:
     experts: bool = False
     positions: int = 0
     every: bool = False
+    hidden: int | None = None
 
     def few(self, count: int) -> ModelWish:
         """Return the description of the same model with ``count`` blocks."""
@@ -94,17 +97,19 @@ def blocks_of(wish: ModelWish) -> Blocks:
     config = getattr(module, "config", None)
     count = getattr(config, _SETTING, None)
     experts = any(getattr(config, name, None) for name in _EXPERTS)
+    found = Blocks(wish, experts=experts, positions=positions, hidden=hidden_size_of(module))
     if wish.name.startswith("python:") or not isinstance(count, int):
-        return Blocks(wish, experts=experts, positions=positions)
+        return found
     lists = [part for part in module.modules() if isinstance(part, nn.ModuleList) and len(part) == count]
     kinds = getattr(config, "layer_types", None) or []
     if len(lists) != 1 or len(set(kinds)) > 1:
-        return Blocks(wish, count, experts=experts, positions=positions)
+        return replace(found, count=count)
     fingerprints = {fingerprint_of(block, index) for index, block in enumerate(lists[0])}
     numel = sum(param.numel() for param in lists[0][0].parameters())
     total = sum(param.numel() for param in module.parameters())
     alike, every = len(fingerprints) == 1 and numel > 0, takes_every(module, count)
-    found = Blocks(wish, count, numel, total, alike, kinds[0] if kinds else "", experts, positions, every)
+    kind = kinds[0] if kinds else ""
+    found = replace(found, count=count, numel=numel, total=total, alike=alike, kind=kind, every=every)
     try:
         build_model(found.few(_LEAST))
     except ConfigError:  # another key of the configuration depends on the number of blocks

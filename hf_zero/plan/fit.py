@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 LONG = 8192
 """Tokens of a sequence from which on context parallelism is tried without ``--axes``: below it, other axes divide activations enough."""
 _LINE_SECONDS = 10.0  # between two lines about a search, where no bar is shown
+_EXAMPLES = 4  # excluded candidates that are printed, of each kind of reason
 _RATES = ("memory", "host-link", "host-memory", "disk")
 Settle = Callable[[Mapping[str, Any], int], dict[str, Any]]
 
@@ -38,12 +39,14 @@ class PlanInputs:
         cluster: Number and place of the ranks.
         hardware: Limits and rates of the hardware.
         settle: Function that completes a configuration for a plan, from the configuration and the micro-batch size.
+        sources: Values that replace "auto" in the configuration, by the names of training arguments.
     """
 
     model: ModelWish
     cluster: Cluster
     hardware: Hardware
     settle: Settle
+    sources: Mapping[str, Any] = field(default_factory=dict)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -141,6 +144,7 @@ def run(options: argparse.Namespace, inputs: PlanInputs) -> int:
 
 
 def _planner(options: argparse.Namespace, inputs: PlanInputs) -> Planner:
+    from hf_zero.config.auto import filled
     from hf_zero.config.read import read_config
     from hf_zero.plan.candidates import EVERY, Space, layouts_of, require_batch, tiers_of
     from hf_zero.plan.few_blocks import blocks_of
@@ -151,7 +155,9 @@ def _planner(options: argparse.Namespace, inputs: PlanInputs) -> Planner:
 
     cluster, limits = inputs.cluster, inputs.hardware
     base = read_config(options.config) if options.config is not None else {"bf16": {"enabled": True}}
+    filled(base, inputs.sources)  # raises before the model is built
     blocks = blocks_of(inputs.model)
+    base = filled(base, {"hidden_size": blocks.hidden, **inputs.sources})
     sequence = sequence_of(options.sequence, blocks.positions)
     layouts = layouts_of(base, cluster.ranks, cluster.ranks_per_node, _axes(options.axes, blocks.experts, sequence))
     tiers = tiers_of(cluster.on_host, options.nvme_path)
@@ -310,10 +316,24 @@ def _lines(answer: Answer, planner: Planner, rates: Rates) -> list[str]:
         ]
     if not answer.best:
         lines.append(f"NOTHING FITS into {_limits_text(planner)}")
-    lines += ["", "excluded candidates, with reasons:"]
-    lines += [f"- {one.name}: {one.reason}" for one in answer.out]
+    lines += _excluded_lines(answer)
     lines += ["", f"{answer.candidates} candidates, {answer.planned} plans. The seconds are based on these rates:"]
     return [*lines, *_rate_lines(rates)]
+
+
+def _excluded_lines(answer: Answer) -> list[str]:
+    """Return the number of excluded candidates of each kind, with the first few and their reasons."""
+    from hf_zero.plan.search import KINDS
+
+    lines = []
+    for kind, heading in KINDS.items():
+        out = [one for one in answer.out if one.kind == kind]
+        if out:
+            lines += ["", f"excluded, {heading} ({len(out)}):"]
+            lines += [f"- {one.name}: {one.reason}" for one in out[:_EXAMPLES]]
+        if len(out) > _EXAMPLES:
+            lines.append(f"- and {len(out) - _EXAMPLES} more (--json lists all)")
+    return lines
 
 
 def _tokens(one: Fitting, planner: Planner) -> float:

@@ -34,7 +34,15 @@ from hf_zero.plan.costs import Costs, Rates
 from hf_zero.plan.planner import Planner
 
 SHOWN = 5  # number of best candidates in the answer
-_REFUSED = "refused"
+_LARGE, _REFUSED, _BATCH, _SLOW, _NEEDLESS = "does not fit", "refused", "batch", "slower", "not needed"
+KINDS = {
+    _LARGE: "does not fit",
+    _REFUSED: "refused by the engine",
+    _BATCH: "the samples cannot be divided",
+    _SLOW: "slower",
+    _NEEDLESS: "not needed, only adds recomputation or offload to one that fits",
+}
+"""Kind of a reason -> heading of the candidates that it excludes, in the order in which they are printed."""
 _PREPARATION = 0.2  # share of the progress before the first family
 _ROUNDS = 3  # rounds of the search: plain families, recomputing ones, ones that offload states or activations
 
@@ -46,10 +54,12 @@ class Excluded:
     Attributes:
         name: Description of the candidate, family or layout.
         reason: Reason why it is not among the best.
+        kind: Kind of the reason, a key of ``KINDS``.
     """
 
     name: str
     reason: str
+    kind: str
 
 
 @dataclass(frozen=True)
@@ -122,7 +132,7 @@ class Search:
             if not sizes:
                 copies = space.ranks // layout.sharing
                 reason = f"{space.global_batch} samples cannot be divided over {copies} data-parallel ranks in allowed micro batches"
-                self._exclude(layout, reason)
+                self._exclude(layout, reason, _BATCH)
                 del waiting[layout]
         count_of_families = sum(map(len, waiting.values()))
         first = next(iter(waiting), None)
@@ -139,10 +149,10 @@ class Search:
                     continue
                 for family in families:
                     share = _PREPARATION + (1 - _PREPARATION) * done / count_of_families
-                    self.planner.on_progress(str(family), share, share + (1 - _PREPARATION) / count_of_families)
+                    self.planner.on_progress(f"{family}{self._best_so_far()}", share, share + (1 - _PREPARATION) / count_of_families)
                     self._search_family(family, sizes)
                     done += 1
-        refused = {one.reason for one in self._out if one.reason.startswith(_REFUSED)}
+        refused = {one.reason for one in self._out if one.kind == _REFUSED}
         if not self._fitting and len(refused) == len({one.reason for one in self._out}) == 1:
             raise ConfigError(f"--fit: every configuration is {refused.pop()}")
         best = self._best()
@@ -170,7 +180,7 @@ class Search:
         try:
             self.time_bounds.learn(self._representative(layout), self.planner.least(self._representative(layout)))
         except HfZeroError as error:
-            self._exclude(layout, f"{_REFUSED}: {_one_line(error)}")
+            self._exclude(layout, f"{_REFUSED}: {_one_line(error)}", _REFUSED)
             return False
         return True
 
@@ -183,7 +193,7 @@ class Search:
             return True
         least = self.time_bounds.seconds(first)
         if least > reached:
-            self._exclude(layout, f"at least {least:.4g} s per step in every configuration, {self._versus_best(reached)}")
+            self._exclude(layout, f"at least {least:.4g} s per step in every configuration, {self._versus_best(reached)}", _SLOW)
         return least > reached
 
     def _try_smallest(self, layout: Layout, size: int) -> None:
@@ -197,6 +207,11 @@ class Search:
         for candidate in candidates:
             with suppress(HfZeroError):  # reported when the search visits the family
                 self._try(candidate)
+
+    def _best_so_far(self) -> str:
+        """Return the fastest fitting candidate so far as a clause for the progress; "" without one."""
+        best = min(self._fitting, key=_rank_key, default=None)
+        return f" (best so far: {best.candidate}, {best.seconds:.4g} s per step)" if best is not None else ""
 
     def _time_to_beat(self) -> float:
         """Return the seconds of the slowest of the best candidates so far; infinity while there are fewer than ``SHOWN``."""
@@ -213,6 +228,7 @@ class Search:
             self._exclude(
                 family,
                 f"at least {least:.4g} s per step with every micro batch, {self._versus_best(reached)}",
+                _SLOW,
             )
         return least > reached
 
@@ -223,25 +239,26 @@ class Search:
         within = max(((size, str(other)) for other, size in self._largest.items() if _only_adds(family, other)), default=(0, ""))
         left = [size for size in sizes if size > within[0]]
         if not left:
-            self._exclude(family, f"not needed: {within[1]} fits with every micro batch, and this only adds recomputation or offload")
+            reason = f"{_NEEDLESS}: {within[1]} fits with every micro batch, and this only adds recomputation or offload"
+            self._exclude(family, reason, _NEEDLESS)
             return
         near = [size for size in left if not self.memory_bounds.reason_offloaded(self.planner.space.candidate(family, size))]
         least, reached = self.time_bounds.seconds_offloaded(family, near[-1]) if near else 0.0, self._time_to_beat()
         if least > reached:
             sizes_of = f"with micro batches up to {near[-1]}, which may fit, " if near != left else ""
-            self._exclude(family, f"{sizes_of}at least {least:.4g} s per step, the time without offload, {self._versus_best(reached)}")
+            reason = f"{sizes_of}at least {least:.4g} s per step, the time without offload, {self._versus_best(reached)}"
+            self._exclude(family, reason, _SLOW)
             return
         try:
             found = self._largest_fitting(family, left)
         except HfZeroError as error:
-            self._exclude(family, f"{_REFUSED}: {_one_line(error)}")
+            self._exclude(family, f"{_REFUSED}: {_one_line(error)}", _REFUSED)
             return
         if found is None and within[0]:
-            self._exclude(
-                family, f"not needed up to micro batch {within[0]}, with which {within[1]} fits; larger ones: {self._why(family, left[0])}"
-            )
+            reason = f"{_NEEDLESS} up to micro batch {within[0]}, with which {within[1]} fits; larger ones: {self._why(family, left[0])}"
+            self._exclude(family, reason, _NEEDLESS)
         elif found is None:
-            self._exclude(family, f"does not fit with any micro batch; with {left[0]}: {self._why(family, left[0])}")
+            self._exclude(family, f"{_LARGE} with any micro batch; with {left[0]}: {self._why(family, left[0])}", _LARGE)
         else:
             self._keep(found, left)
 
@@ -303,11 +320,11 @@ class Search:
         self._largest[family] = size
         for other in sizes:
             if other > size:
-                self._exclude(self.planner.space.candidate(family, other), f"does not fit: {self._why(family, other)}")
+                self._exclude(self.planner.space.candidate(family, other), f"{_LARGE}: {self._why(family, other)}", _LARGE)
                 break
 
-    def _exclude(self, what: object, reason: str) -> None:
-        self._out.append(Excluded(str(what) or "pure data parallelism", reason))
+    def _exclude(self, what: object, reason: str, kind: str) -> None:
+        self._out.append(Excluded(str(what) or "pure data parallelism", reason, kind))
 
     # -- the best ---------------------------------------------------------------------------------------------------------
 
@@ -321,7 +338,8 @@ class Search:
             waiting.remove(one)
             exact = self._try(one.candidate, whole=True)
             if exact is None:
-                self._exclude(one.candidate, f"does not fit: {self.planner.shortage(self.planner.costs(one.candidate, whole=True)[0])[1]}")
+                reason = f"{_LARGE}: {self.planner.shortage(self.planner.costs(one.candidate, whole=True)[0])[1]}"
+                self._exclude(one.candidate, reason, _LARGE)
                 smaller = [
                     size for size in self.planner.space.micro_batches(one.candidate.family.layout) if size < one.candidate.micro_batch
                 ]
@@ -333,6 +351,7 @@ class Search:
             self._exclude(
                 one.candidate,
                 f"fits, but takes {one.seconds:.4g} s per step; the {SHOWN} best take at most {waiting[SHOWN - 1].seconds:.4g} s",
+                _SLOW,
             )
         return waiting[:SHOWN]
 

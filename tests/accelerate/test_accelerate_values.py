@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from hf_zero.errors import ConfigError, UnsupportedError
-from hf_zero.integrations import methods
+from hf_zero.integrations import methods, script_values
 from hf_zero.integrations.script_values import start_accelerator
 from tests.support import ranks, trainers
 
@@ -344,6 +345,29 @@ def test_the_number_of_micro_steps_that_the_launcher_has_is_not_taken_silently(
                 monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "2")
                 start_accelerator(start, None, gradient_accumulation_steps=steps)
     assert started == ([] if error else [steps])
+
+
+@pytest.mark.parametrize(
+    ("switch", "ranks", "kind", "warned"),
+    [
+        ("1", "2", "NO", True),
+        ("1", "4", "MULTI_GPU", True),
+        ("1", "1", "NO", False),
+        ("", "2", "NO", False),
+        ("1", "2", "DEEPSPEED", False),
+    ],
+)
+def test_a_run_of_several_processes_without_zero_is_told(
+    switch: str, ranks: str, kind: str, warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate import DistributedType
+
+    told: list[str] = []
+    monkeypatch.setattr(script_values, "warn_once", told.append)
+    monkeypatch.setenv("HF_ZERO", switch)
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    start_accelerator(lambda accelerator: None, SimpleNamespace(distributed_type=DistributedType(kind)))
+    assert [text.startswith("ZeRO is off, although HF_ZERO is 1") and f"is {kind} on {ranks}" in text for text in told] == [True] * warned
 
 
 def _schedule_under_offload() -> None:

@@ -100,6 +100,12 @@ def test_byte_order_mark(tmp_path: Path) -> None:
     assert read_config(tmp_path / "bom.json") == {"a": 1}
 
 
+def test_the_line_of_a_mistake_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{\n  "bf16": {"enabled": True},\n  "train_batch_size": 8\n}\n')
+    with pytest.raises(ConfigError, match=r'is not JSON: Expecting value \(line 2, column 23\): "bf16": \{"enabled": True\},$'):
+        read_config(tmp_path / "ds.json")
+
+
 def test_hjson_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "{ train_batch_size: 8 }"
     monkeypatch.setitem(sys.modules, "hjson", None)

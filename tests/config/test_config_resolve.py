@@ -316,6 +316,9 @@ def test_mismatches_are_reported_together() -> None:
         ("train_batch_size", "48", "24"),
     ]
     assert "'auto'" in text or '"auto"' in text
+    assert text.endswith('set these values to "auto" in the DeepSpeed config.')
+    with pytest.raises(ConfigError, match=r"; to keep them, give the arguments the same values: --max_grad_norm 1.0 --bf16 true\.$"):
+        resolve({"gradient_clipping": 1.0, "bf16": {"enabled": True}}, sources={"max_grad_norm": 0.5, "bf16": False})
 
 
 def test_equal_values_in_another_form_are_no_mismatch() -> None:

@@ -49,7 +49,7 @@ def _announced() -> None:
     batch = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3}
     offload = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
     tried = (
-        ({**batch, "zero_optimization": {"stage": 2}}, True, r"clipping at 1 \(DeepSpeed's default\), SGD, float32, no offload, 1 units.*"),
+        ({**batch, "zero_optimization": {"stage": 2}}, True, r"clipping at 1 \(DeepSpeed's default\), SGD, float32, no offload, 20 parameters in 1 units.*"),
         (
             {**batch, "zero_optimization": offload, "gradient_clipping": 0.5, "bf16": {"enabled": True}},
             True,
@@ -59,7 +59,7 @@ def _announced() -> None:
     )
     for config, trains, rest in tried:
         lines = _lines(lambda config=config, trains=trains: make(config, trains))
-        rest = rf"global batch 24 = 4 per rank x 3 micro-steps x 2 ranks with data, {rest}, [\d.]+"
+        rest = rf"global batch 24 = 4 per rank x 3 micro-steps x 2 data-parallel ranks, {rest}, [\d.]+"
         pattern = _LINE.format(stage=config["zero_optimization"]["stage"], version=re.escape(hf_zero.__version__), rest=rest)
         assert len(lines) == (ranks.rank() == 0), lines
         assert all(re.search(pattern, line) for line in lines), (pattern, lines)

@@ -235,6 +235,14 @@ def test_a_path_that_is_no_folder_is_named(tmp_path: Path) -> None:
         SwapFolder(tmp_path / "file" / "below", 0)
 
 
+def test_a_path_that_did_not_exist_is_created_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(files.logger, "warning", lambda text, *values: told.append(text % values))
+    for rank in (1, 0):  # the first to come creates the folder
+        SwapFolder(tmp_path / "nmve" / "swap", rank).remove()
+    assert [text.split(": ")[0] for text in told] == [f"nvme_path {str(tmp_path / 'nmve' / 'swap')!r} did not exist"]
+
+
 # -- folders ----------------------------------------------------------------------------------------------------------
 
 

@@ -283,6 +283,26 @@ def test_a_picture_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path:
             call("--plot")
 
 
+@pytest.mark.quick
+def test_auto_is_filled_from_sources_and_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """As Trainer fills it; a value without a source has its default, except whether a precision is on."""
+    block = {"stage": 3, "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}
+    config = {"bf16": {"enabled": "auto"}, "zero_optimization": block, "train_micro_batch_size_per_gpu": "auto"}
+    found = settled(config, sources={"bf16": True, "hidden_size": 64, "per_device_train_batch_size": 3})
+    assert (found["bf16"], found["train_micro_batch_size_per_gpu"]) == ({"enabled": True}, 3)
+    assert found["zero_optimization"] == {"stage": 3, "stage3_prefetch_bucket_size": 3686, "stage3_param_persistence_threshold": 640}
+    assert settled({**config, "bf16": {"enabled": False}})["zero_optimization"] == {"stage": 3}
+    text = json.dumps({**config, "fp16": {"enabled": "auto"}})
+    for given, words in (
+        ([], '`bf16.enabled` is "auto", which Trainer replaces by its argument; there are no training arguments here: give --source bf16='),
+        (["--source", "bf16"], "--source 'bf16' is not NAME=VALUE"),
+        (["--source", "bf=true"], "sources['bf'] is no source"),
+        (["--source", "bf16=true", "--micro-batch", "0"], "--micro-batch is 0"),  # bf16 on means fp16 off: no question is left
+    ):
+        assert main(["plan", "llama", "--config", text, *given]) == 2
+        assert words in capsys.readouterr().err, given
+
+
 ELASTICITY = {
     "enabled": True, "max_train_batch_size": 24, "micro_batch_sizes": [2, 3, 4], "min_gpus": 1, "max_gpus": 8, "version": 0.1
 }  # fmt: skip

@@ -27,7 +27,7 @@ from hf_zero.plan.few_blocks import blocks_of
 from hf_zero.plan.inputs import Cluster, Hardware, Load, ModelWish
 from hf_zero.plan.measure import measure
 from hf_zero.plan.planner import Planner
-from hf_zero.plan.search import Search
+from hf_zero.plan.search import Answer, Excluded, Search
 from hf_zero.plan.workers import Task, Workers
 from hf_zero.plan.written import places, write, write_files
 from hf_zero.tensor_parallel.plan import ranges_of
@@ -331,6 +331,15 @@ def found(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
         assert main(["plan", str(model), *words, *search]) == 0
     assert "accelerate launch --config_file" in errors.getvalue()
     return folder, json.loads(said.getvalue())
+
+
+@pytest.mark.quick
+def test_excluded_candidates_are_counted_and_a_few_are_named() -> None:
+    out = [Excluded(f"family {number}", "not needed: stage 2 fits", "not needed") for number in range(50)]
+    lines = fit._excluded_lines(Answer((), (*out, Excluded("pipeline stages 8", "refused: too few blocks", "refused")), 3, 60))
+    assert lines[1:3] == ["excluded, refused by the engine (1):", "- pipeline stages 8: refused: too few blocks"]
+    assert lines[4].startswith("excluded, not needed") and lines[4].endswith(" (50):") and len(lines) == 10
+    assert lines[5] == "- family 0: not needed: stage 2 fits" and lines[-1] == "- and 46 more (--json lists all)"
 
 
 def test_what_is_written_is_the_best(found: tuple[Path, dict[str, Any]]) -> None:

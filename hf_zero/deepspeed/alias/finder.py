@@ -186,13 +186,18 @@ def alias_is_active() -> bool:
     return not real_deepspeed_importable()
 
 
-def answers_deepspeed() -> str:
-    """Return a clause that says which package answers `import deepspeed` in this process."""
+def is_switched_on() -> bool:
+    """Return whether ``HF_ZERO`` turns the alias on."""
+    return os.environ.get(SWITCH, "").strip().lower() in _ON
+
+
+def served_deepspeed() -> str:
+    """Return a clause that says which package serves `import deepspeed` in this process."""
     if alias_is_active():
-        return "answers `import deepspeed`"
+        return "serves `import deepspeed`"
     switch = os.environ.get(SWITCH, "").strip()
     why = f"{SWITCH}={switch}" if switch else f"DeepSpeed is installed, {SWITCH} is not set"
-    return f"does not answer `import deepspeed`: {why}"
+    return f"does not serve `import deepspeed`: {why}"
 
 
 def real_deepspeed_importable() -> bool:
