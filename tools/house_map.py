@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "pictures" / "house.svg"
-CELL, LEFT, TOP = 18, 170, 120  # pixels
+CELL, LEFT, TOP, RIGHT, BOTTOM = 18, 170, 150, 90, 44  # pixels; turned labels reach over the last column
 
 
 def package_of(module: str) -> str:
@@ -58,7 +58,7 @@ def order(pairs: set[tuple[str, str]]) -> list[str]:
 def draw(names: list[str], pairs: set[tuple[str, str]]) -> str:
     """Return the picture as SVG text."""
     size = CELL * len(names)
-    width, height = LEFT + size + 20, TOP + size + 20
+    width, height = LEFT + size + RIGHT, TOP + size + BOTTOM
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
@@ -77,6 +77,8 @@ def draw(names: list[str], pairs: set[tuple[str, str]]) -> str:
         colour = "#2563eb" if column < row else "#dc2626"
         x, y = LEFT + CELL * column + CELL // 2, TOP + CELL * row + CELL // 2
         lines.append(f'<circle cx="{x}" cy="{y}" r="5" fill="{colour}"><title>{one} imports {other}</title></circle>')
+    legend = "A dot: the package of the row imports the package of the column. Grey squares stand for the packages themselves."
+    lines.append(f'<text x="8" y="{height - 14}" fill="#4b5563">{legend}</text>')
     return "\n".join([*lines, "</svg>", ""])
 
 

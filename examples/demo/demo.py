@@ -124,8 +124,10 @@ def held_bytes() -> int:
 
     gc.collect()
     tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
-    with torch._C.DisableTorchFunctionSubclass():  # the engine refuses gradients of optimizer.param_groups before a step: it has none there
-        tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+    # Read gradients as torch holds them: under ZeRO a script that reads `.grad` itself is warned, or refused.
+    with torch._C.DisableTorchFunctionSubclass():
+        gradients = [torch._C.TensorBase.grad.__get__(tensor) for tensor in tensors if tensor.is_leaf]
+    tensors += [gradient for gradient in gradients if gradient is not None]
     storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu"]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
