@@ -25,7 +25,8 @@ def package_of(module: str) -> str:
     names = module.split(".")[1:]
     if not names or names[0].startswith("__"):
         return ""
-    inside = names[0] == "core" and (len(names) > 2 or names[1:] == ["stages"])  # the table of stages is below the packages of the core
+    folder = len(names) > 1 and (ROOT / "hf_zero" / "core" / names[1]).is_dir()
+    inside = names[0] == "core" and (folder or names[1:] == ["stages"])  # the table of stages is below the packages of the core
     return ".".join(names[:2]) if inside else names[0]
 
 
