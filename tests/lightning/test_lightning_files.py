@@ -29,7 +29,7 @@ def test_an_optimizer_that_does_not_fit_gives_one_warning(kind: str, tmp_path: P
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_fabric_loads_a_plain_file_into_the_model(stage: int, tmp_path: Path) -> None:
+def test_fabric_loads_plain_files_into_model_and_optimizer(stage: int, tmp_path: Path) -> None:
     ranks.run_ranks(check_raw, 2, str(tmp_path), stage, group=False)
 
 
@@ -170,6 +170,18 @@ def check_warning(folder: str, kind: str) -> None:
     again.model.destroy()
 
 
+def _trained_optimizer() -> torch.optim.Optimizer:
+    """Return a plain optimizer of ``Net`` after three steps."""
+    net = Net()
+    optimizer = optimizer_of("adamw", net)
+    for step in range(3):
+        rows, wanted = rows_of(step, 0)
+        (net(rows) - wanted).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
 def check_raw(folder: str, stage: int) -> None:
     from lightning.fabric import Fabric
     from lightning.fabric.strategies import DDPStrategy
@@ -184,6 +196,7 @@ def check_raw(folder: str, stage: int) -> None:
         net = Net()
         model, optimizer = fabric.setup(net, optimizer_of("adamw", net))
         fabric.load_raw(path, model, strict=strict)
+        fabric.load_raw(states, optimizer)
         for step in range(2):
             rows, wanted = rows_of(step, ranks.rank())
             fabric.backward((model(rows) - wanted).square().mean())
@@ -198,8 +211,9 @@ def check_raw(folder: str, stage: int) -> None:
 
     weights = {name: value + 0.5 for name, value in Net().state_dict().items()}
     parts = {**{name: value for name, value in weights.items() if name != "late.bias"}, "other": torch.ones(2)}
-    whole, partial = f"{folder}/whole.pt", f"{folder}/partial.pt"
+    whole, partial, states = (f"{folder}/{name}.pt" for name in ("whole", "partial", "states"))
     if os.environ["RANK"] == "0":
+        torch.save(_trained_optimizer().state_dict(), states)
         torch.save(weights, whole)
         torch.save(parts, partial)
     for path, strict in ((whole, True), (partial, False)):
