@@ -101,7 +101,9 @@ def describe(
 
 def _batch(resolved: ResolvedConfig) -> str:
     batch = resolved.batch
-    return f"global batch {batch.total} = {batch.micro} per rank x {batch.accumulation} micro-steps x {batch.world_size} data-parallel ranks"
+    return (
+        f"global batch {batch.total} = {batch.micro} per rank x {batch.accumulation} micro-steps x {batch.world_size} data-parallel ranks"
+    )
 
 
 def _name(optimizer: torch.optim.Optimizer) -> str:

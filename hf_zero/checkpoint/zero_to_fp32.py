@@ -497,6 +497,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     shards = [names] if max_shard_size is None or alone else list(_divide(checkpoint, names, _bytes_of(max_shard_size)))
     weight_map: dict[str, str] = {}
+    former = [] if alone else _former_files(path, stem, ending)
     if len(shards) <= 1:
         _save(checkpoint, names, path)
     else:
@@ -506,6 +507,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         total, path = sum(checkpoint.nbytes(name) for name in names), f"{path}.index.json"
         with _replacing(path) as made, open(made, "x", encoding="utf-8") as index:
             json.dump({"metadata": {"total_size": total}, "weight_map": weight_map}, index, indent=2)
+    for old in former:
+        if old != path and os.path.basename(old) not in weight_map.values():
+            os.unlink(old)
     chosen = path != os.fspath(output_dir) and ".safetensors" in os.path.basename(path)
     hint = "; for torch.load: safe_serialization=False writes pytorch_model.bin, and a name such as weights.bin one file"
     print(_printable(f"{dtype} weights written to {path}") + hint * chosen)
@@ -528,6 +532,18 @@ def _file_or_folder(output: str) -> str:
     """Return ``output``, with Hugging Face's own file name in place of ``pytorch_model.bin``, unless that is a folder."""
     folder, name = os.path.split(output)
     return output if name != "pytorch_model.bin" or os.path.isdir(output) else os.path.join(folder, "model.safetensors")
+
+
+def _former_files(path: str, stem: str, ending: str) -> list[str]:
+    """Return the files of a model that was written as `path` before: `from_pretrained` prefers one file to an index of several."""
+    numbered = re.compile(rf"{stem}-\d{{5}}-of-\d{{5}}{re.escape(ending)}")
+    try:
+        with open(f"{path}.index.json", encoding="utf-8") as index:
+            listed = [str(name) for name in json.load(index)["weight_map"].values()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        listed = []
+    inside = {os.path.join(os.path.dirname(path), name) for name in listed if numbered.fullmatch(name)}
+    return [old for old in (path, f"{path}.index.json", *inside) if os.path.lexists(old)]
 
 
 def _save(checkpoint: Checkpoint, names: list[str], path: str) -> list[str]:

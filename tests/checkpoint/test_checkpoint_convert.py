@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from hf_zero import cli
 from hf_zero.checkpoint.convert.run import Conversion, convert
 from hf_zero.checkpoint.convert.torch_files import load_torch_file
-from hf_zero.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from hf_zero.checkpoint.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict, get_fp32_state_dict_from_zero_checkpoint
 from hf_zero.errors import CheckpointError
 from hf_zero.utils import newest_trainer_checkpoint
 from tests.checkpoint.make_deepspeed_checkpoint import CLIENT_STATE, SAVED_STEPS, Model, config_of, optimizer_of, scale_of, train
@@ -271,6 +271,29 @@ def test_to_a_model_of_hugging_face_in_several_files(tmp_path: Path, dtype: str,
     for name, file in index["weight_map"].items():
         value = expected[name].to(torch.bfloat16) if dtype == "bf16" and expected[name].is_floating_point() else expected[name]
         assert torch.equal(parts[file][name], value), name
+
+
+@pytest.mark.parametrize("script", [False, True])
+def test_a_model_replaces_one_in_other_files(tmp_path: Path, script: bool) -> None:
+    """``from_pretrained`` prefers one file to an index, so files of the former model would be loaded in place of the new one."""
+    target, source = tmp_path / "hf", GOLDEN / "checkpoint_v1_adamw"
+    other = ("model-7.safetensors", "model-00009-of-00009.safetensors", "adapter_model.safetensors")  # not in any index of the model
+
+    def write(size: str) -> set[str]:
+        if script:
+            convert_zero_checkpoint_to_fp32_state_dict(source, target, max_shard_size=size)
+        else:
+            convert(Conversion(source, target, to="hf", max_shard_bytes=1000 if size == "1KB" else 10**9, quiet=True))
+        return {path.name for path in target.iterdir()}
+
+    target.mkdir()
+    for name in other:
+        (target / name).write_bytes(b"")
+    alone = write("1GB")
+    several = write("1KB")
+    assert alone == {"model.safetensors", *other}
+    assert "model.safetensors.index.json" in several and "model.safetensors" not in several and {*other} < several
+    assert write("1GB") == alone
 
 
 def _load_weights(folder: str, stage: int) -> dict[str, torch.Tensor]:

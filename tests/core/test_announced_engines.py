@@ -49,7 +49,11 @@ def _announced() -> None:
     batch = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3}
     offload = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
     tried = (
-        ({**batch, "zero_optimization": {"stage": 2}}, True, r"clipping at 1 \(DeepSpeed's default\), SGD, float32, no offload, 20 parameters in 1 units.*"),
+        (
+            {**batch, "zero_optimization": {"stage": 2}},
+            True,
+            r"clipping at 1 \(DeepSpeed's default\), SGD, float32, no offload, 20 parameters in 1 units.*",
+        ),
         (
             {**batch, "zero_optimization": offload, "gradient_clipping": 0.5, "bf16": {"enabled": True}},
             True,

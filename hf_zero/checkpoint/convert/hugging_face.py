@@ -24,7 +24,7 @@ from hf_zero.checkpoint.convert.source import Progress, Source, SourceParam, Sou
 from hf_zero.checkpoint.convert.torch_files import load_torch_file, require_trust
 from hf_zero.checkpoint.files.rows import Elsewhere, Entry
 from hf_zero.checkpoint.files.tensor_writer import write_tensor_file
-from hf_zero.checkpoint.model.model_files import split_by_size
+from hf_zero.checkpoint.model.model_files import former_files, split_by_size
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import log_rank0, logger
 from hf_zero.system import own_files
@@ -189,6 +189,8 @@ def _read_pickle(path: Path) -> Iterator[SourceTensor]:
 def write_hugging_face(source: Source, folder: Path, dtype: torch.dtype, limit: int, beside: list[Path], progress: Progress) -> list[Path]:
     """Write the weights as safetensors files of at most ``limit`` bytes of data each, a window of 4 MiB at a time.
 
+    Files of a model that was in the folder before are removed at the end: ``from_pretrained`` prefers one file to an index.
+
     Args:
         source: Model to write; a tied parameter is written once, as in Hugging Face's files.
         folder: Folder to write to; created if it does not exist.
@@ -211,6 +213,7 @@ def write_hugging_face(source: Source, folder: Path, dtype: torch.dtype, limit: 
     count = len(shards)
     names = [_SAFE] if count == 1 else [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     with Folder(folder) as opened:
+        former = former_files(opened, _SAFE)
         for name, members in zip(names, shards, strict=True):
             hidden = own_files.hidden_name(name)
             try:
@@ -224,6 +227,8 @@ def write_hugging_face(source: Source, folder: Path, dtype: torch.dtype, limit: 
             total = sum(entry.nbytes for entry in entries)
             text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
             own_files.write_text(folder / (_SAFE + _INDEX), text + "\n", opened)
+        for name in former - {*names, _SAFE + _INDEX if count > 1 else ""}:
+            own_files.remove_file(folder / name, opened)
     for place in beside:
         copy_companions(place, folder, dtype)
     return [folder / name for name in names]

@@ -114,7 +114,7 @@ class ModelFiles:
         for hidden in self._final:
             with os.fdopen(self._opened.reopen(hidden), "rb") as file:
                 os.fsync(file.fileno())
-        previous = self._previous_files()
+        previous = former_files(self._opened, self._name)
         for hidden, final in self._final.items():
             self._opened.move(hidden, final)
         if len(self._final) > 1:
@@ -137,15 +137,20 @@ class ModelFiles:
     def _index(self) -> str:
         return f"{self._name}.index.json"
 
-    def _previous_files(self) -> set[str]:
-        """Return the names of the files of the earlier model; similarly named files that its index does not list may be another model's."""
-        shard = re.compile(rf"{re.escape(self._name.removesuffix('.safetensors'))}-\d{{5}}-of-\d{{5}}\.safetensors")
-        try:
-            listed = json.loads(read_text(self._index, LIMIT_BYTES, within=self._opened.descriptor))["weight_map"].values()
-            shards = {name for name in listed if isinstance(name, str) and shard.fullmatch(name)}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            shards = set()
-        return {self._name, self._index, *shards}
+
+def former_files(opened: Folder, name: str) -> set[str]:
+    """Return the names of the files of a model whose file is ``name``: this file, its index, and the numbered files that the index lists.
+
+    Numbered files that the index does not list may be another model's.
+    """
+    shard = re.compile(rf"{re.escape(name.removesuffix('.safetensors'))}-\d{{5}}-of-\d{{5}}\.safetensors")
+    index = f"{name}.index.json"
+    try:
+        listed = json.loads(read_text(index, LIMIT_BYTES, within=opened.descriptor))["weight_map"].values()
+        shards = {file for file in listed if isinstance(file, str) and shard.fullmatch(file)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        shards = set()
+    return {name, index, *shards}
 
 
 def split_by_size(tensors: Sequence[D], limit: int) -> list[list[D]]:
