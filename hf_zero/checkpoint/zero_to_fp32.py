@@ -513,6 +513,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     chosen = path != os.fspath(output_dir) and ".safetensors" in os.path.basename(path)
     hint = "; for torch.load: safe_serialization=False writes pytorch_model.bin, and a name such as weights.bin one file"
     print(_printable(f"{dtype} weights written to {path}") + hint * chosen)
+    preferred = [os.path.join(output, f"model.safetensors{end}") for end in ("", ".index.json")] if stem == "pytorch_model" else []
+    if not alone and (found := [name for name in preferred if os.path.exists(name)]):
+        print(_printable(f"from_pretrained prefers {found[0]}, which holds other weights: remove it to load {os.path.basename(path)}"))
 
 
 def load_state_dict_from_zero_checkpoint(

@@ -274,7 +274,7 @@ def test_to_a_model_of_hugging_face_in_several_files(tmp_path: Path, dtype: str,
 
 
 @pytest.mark.parametrize("script", [False, True])
-def test_a_model_replaces_one_in_other_files(tmp_path: Path, script: bool) -> None:
+def test_a_model_replaces_one_in_other_files(tmp_path: Path, script: bool, capsys: pytest.CaptureFixture[str]) -> None:
     """``from_pretrained`` prefers one file to an index, so files of the former model would be loaded in place of the new one."""
     target, source = tmp_path / "hf", GOLDEN / "checkpoint_v1_adamw"
     other = ("model-7.safetensors", "model-00009-of-00009.safetensors", "adapter_model.safetensors")  # not in any index of the model
@@ -294,6 +294,10 @@ def test_a_model_replaces_one_in_other_files(tmp_path: Path, script: bool) -> No
     assert alone == {"model.safetensors", *other}
     assert "model.safetensors.index.json" in several and "model.safetensors" not in several and {*other} < several
     assert write("1GB") == alone
+    if script:
+        capsys.readouterr()
+        convert_zero_checkpoint_to_fp32_state_dict(source, target, safe_serialization=False)
+        assert f"from_pretrained prefers {target / 'model.safetensors'}" in capsys.readouterr().out
 
 
 def _load_weights(folder: str, stage: int) -> dict[str, torch.Tensor]:
