@@ -108,9 +108,13 @@ class Catalog:
     def dtype(self, param: Located, kind: str | None = None) -> str | None:
         """Return the name of the dtype of ``param`` in files of ``kind`` (None for its values); None if no such file has the parameter, or
         not all of its elements: shards that have the unit for the states of another param group alone.
+
+        Parts without elements do not count: a rank that holds none of an expert writes no optimizer states of it.
         """
         found: str | None = None
         for part in param.parts:
+            if part.tp_shard.dim is not None and not part.tp_shard.numel:
+                continue
             if part.unit is None:
                 return self.index.files[part.file].tensors[param.name].dtype if kind is None else None
             shard = part.unit.padded_numel // part.unit.world
