@@ -147,6 +147,7 @@ def _divide(layer: ExpertLayer, shares: Shares) -> None:
 def _join_for_losses(layer: ExpertLayer, shares: Shares) -> None:
     """Let a loss read all experts of the parameters of ``layer``."""
     counts = shares.shared is None or shares.shared.collectives.rank == 0
+    voters = None if isinstance(layer, StackedExperts) else shares.collectives  # of a list, one rank holds all of a parameter
     adapted = chain.from_iterable(wrapper.named_parameters(recurse=True) for wrapper in getattr(layer, "adapters", ()))
     for name, param in chain(adapted, layer.module.named_parameters()):
         part = tp_shard_of(param)
@@ -154,7 +155,7 @@ def _join_for_losses(layer: ExpertLayer, shares: Shares) -> None:
             path = f"{layer.path}.{name}"
             joined = join_experts if isinstance(layer, StackedExperts) else join_listed
             join = partial(joined, part=part, collectives=shares.collectives, counts=counts, label=f"whole {path}")
-            mark_join(param, join, path)
+            mark_join(param, join, path, voters)
 
 
 def _part(param: nn.Parameter, own: Range) -> TpShard:

@@ -118,6 +118,11 @@ def check_own_experts() -> None:
     assert len(experts) == 2 and len(list(experts)) == 2 and len(list(experts.children())) == 4
     weight = deepspeed.utils.safe_get_full_fp32_param(experts[0][0].weight)
     assert torch.equal(weight, 2 * state[f"moe_1.deepspeed_moe.experts.deepspeed_experts.{here}.0.weight"])
+    for name, param in [*two.named_parameters(), (f"own expert {here}", experts[0][0].weight)]:  # no rank has what one rank lacks
+        assert deepspeed.utils.safe_get_full_optimizer_state(param, "exp_avg") is None, name
+        assert deepspeed.utils.safe_get_full_grad(param) is None, name
+        with pytest.raises(StateError, match="there is no optimizer state 'exp_avg'"):
+            deepspeed.utils.safe_set_full_optimizer_state(param, torch.zeros(param.shape), "exp_avg")
     batch = feed(0, 0, ranks.rank())
     engine.backward(engine(**batch))
     grads = deepspeed.utils.safe_get_full_grad(experts[1][0].weight)

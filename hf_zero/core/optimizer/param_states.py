@@ -15,7 +15,7 @@ from hf_zero.core.optimizer.segments import OwnedSegment, Segments, master_of
 from hf_zero.core.units.alone import whole_from_owners
 from hf_zero.core.units.layout import ParamSlot
 from hf_zero.core.units.marks import is_wrapped
-from hf_zero.core.units.parts import part_of, whole_of
+from hf_zero.core.units.parts import part_of, voters_of, whole_of
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import StateError
 
@@ -118,11 +118,14 @@ class SegmentStates:
         return parts if covered == where.numel and stepped else None
 
     def _is_anywhere(self, unit: Unit, index: int, key: str, parts: Sequence[tuple[OwnedSegment, torch.Tensor]] | None) -> bool:
-        """Return whether the state exists on any rank; ``parts`` is this rank's result of ``_parts``. Collective if parameters are
-        sharded.
+        """Return whether the state exists on any rank; ``parts`` is this rank's result of ``_parts``. Collective if parameters are sharded,
+        or if ranks may hold no element of this one. The label of that vote names no parameter: each rank may read an expert of its own.
         """
-        known = parts is not None and bool(parts or not unit.layout.slots[index].numel)
-        return unit.collectives.any_rank(known, f"{unit.name}: {key}") if unit.layout.world > 1 else known
+        voters = voters_of(unit.params[index])
+        known = parts is not None and bool(parts or (voters is None and not unit.layout.slots[index].numel))
+        if unit.layout.world > 1:
+            known = unit.collectives.any_rank(known, f"{unit.name}: {key}")
+        return known if voters is None else voters.any_rank(known, "states that are read")
 
 
 def _flat(unit: Unit, parts: Iterable[tuple[OwnedSegment, torch.Tensor]]) -> torch.Tensor:

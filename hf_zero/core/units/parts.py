@@ -16,13 +16,14 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from hf_zero.comm.collectives import Collectives
 from hf_zero.core.units.marks import cut, tp_shard_of, whole_shape
 from hf_zero.core.units.sharded_parameter import ShardedParameter, WaitingParameter
 from hf_zero.errors import StateError
 from hf_zero.observe import warn_once
 
 Join = Callable[[torch.Tensor], torch.Tensor]
-joins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter -> its join, and its name in the model
+joins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter -> its join, its name in the model, and ranks that vote
 WITHOUT_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 REDUCTIONS = frozenset(
     (
@@ -35,13 +36,14 @@ SHAPES = frozenset(
 )
 
 
-def mark_join(param: torch.Tensor, join: Join, name: str) -> None:
+def mark_join(param: torch.Tensor, join: Join, name: str, voters: Collectives | None = None) -> None:
     """Register ``join`` for losses that compute with ``param``, the model's ``name``, see [Note: parts in a loss].
 
     ``join(part)`` returns the whole parameter; its backward gives ``param`` this rank's part of the gradient. Both may be collective over
-    the ranks that divide the parameter. The record is kept beside the parameter, because attributes of a parameter are pickled.
+    the ranks that divide the parameter. ``voters`` has these ranks if some of them may hold no element. The record is kept beside the
+    parameter, because attributes of a parameter are pickled.
     """
-    joins[param] = join, name
+    joins[param] = join, name, voters
 
 
 def is_divided(param: torch.Tensor) -> bool:
@@ -62,6 +64,15 @@ def whole_of(param: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
         return own
     with torch.no_grad():
         return joins[param][0](own)
+
+
+def voters_of(param: torch.Tensor | None) -> Collectives | None:
+    """Return the ranks that divide ``param`` if some of them may hold no element of it, such as of an expert in a list; None otherwise.
+
+    A rank without elements cannot determine whether another rank keeps a state of the parameter, so these ranks vote. Local.
+    """
+    voters: Collectives | None = joins[param][2] if param is not None and is_divided(param) else None
+    return voters
 
 
 def part_of(param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
