@@ -20,6 +20,9 @@ from hf_zero.deepspeed.engine import Engine
 from hf_zero.integrations import fabric_methods, lightning_methods
 from hf_zero.observe import warn_once
 
+_AVERAGES = "hf_zero_averaged_weights"
+"""Key of a checkpoint's client state under which the averages of Lightning's ``WeightAveraging`` are saved."""
+
 # -- Trainer ----------------------------------------------------------------------------------------------------------
 
 
@@ -116,6 +119,36 @@ def load_optimizer(function: Callable[..., None], strategy: Any, checkpoint: Any
             f"the checkpoint's optimizer state was not loaded: {reason}. Weights and loops are those of the checkpoint; the optimizer "
             "starts fresh. To resume its state too, use the optimizer and param groups of the run that was saved"
         )
+
+
+def save_checkpoint(function: Callable[..., None], strategy: Any, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    """Save as Lightning does, and keep the averages of its ``WeightAveraging`` callback; collective.
+
+    The callback puts them under "state_dict" and the weights under "current_model_state". Lightning leaves out the former, because the
+    engine writes the weights; for the same reason the latter is left out here.
+    """
+    if isinstance(strategy.model, ConfiguredEngine) and "averaging_state" in checkpoint:
+        checkpoint = {key: value for key, value in checkpoint.items() if key != "current_model_state"}
+        checkpoint[_AVERAGES] = checkpoint["state_dict"]
+    function(strategy, checkpoint, *args, **kwargs)
+
+
+def load_checkpoint(function: Callable[..., dict[str, Any]], strategy: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Load as Lightning does; collective. Averages go to the callback in a fit, and else into the model, as in a checkpoint of one file."""
+    loaded = function(strategy, *args, **kwargs)
+    module, engine = strategy.lightning_module, strategy.model
+    if not isinstance(engine, ConfiguredEngine):
+        return loaded
+    averages, trainer = loaded.pop(_AVERAGES, None), module.trainer
+    if not trainer.training:
+        if averages is not None:
+            engine.load_module_state_dict(averages, strict=module.strict_loading)
+    elif any(base.__name__ == "WeightAveraging" for callback in trainer.callbacks for base in type(callback).__mro__):
+        present = module.state_dict()  # the engine has loaded the weights already
+        if averages is None:  # without the callback's keys it starts its averages with "state_dict", and says so
+            loaded.pop("averaging_state", None)
+        loaded |= {"state_dict": averages or present, "current_model_state": present}
+    return loaded
 
 
 # -- Fabric -----------------------------------------------------------------------------------------------------------

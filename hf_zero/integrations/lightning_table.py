@@ -66,6 +66,8 @@ LIGHTNING_STRATEGIES = tuple(
                 "_auto_select_batch_size": "batch_size",
                 "lightning_restore_optimizer": "restores_optimizer",
                 "load_optimizer_state_dict": "load_optimizer",
+                "save_checkpoint": "save_checkpoint",
+                "load_checkpoint": "load_checkpoint",
             },
         ),
         (
