@@ -147,12 +147,14 @@ class Engine(ConfiguredEngine):
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
         """Return unsharded weights in the training dtype: a dict on rank 0, None on other ranks; collective.
 
+        Ranks that write files on a disk of their node get the dict too (``held_weights.wanted_here``).
         Without frozen parameters it still has those that PEFT writes (``adapter_files``).
         """
         self.offloaded_states.require_none("gathering the weights")
         self.averages.require_loaded("gathering the weights")
         kept = adapter_files.frozen_names(self.module, self.collectives) if exclude_frozen_parameters else frozenset()
-        state = consolidated_state_dict(self.module, self.collectives, exclude_frozen_parameters, kept)
+        here = any(wanted() for wanted in held_weights.wanted_here)
+        state = consolidated_state_dict(self.module, self.collectives, exclude_frozen_parameters, kept, here)
         held_weights.note(self, state)
         return state
 

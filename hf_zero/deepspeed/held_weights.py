@@ -8,7 +8,7 @@ changed the weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -18,6 +18,8 @@ from hf_zero.deepspeed.configured import ConfiguredEngine
 from hf_zero.observe import warn_once
 
 _KEY = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+
+wanted_here: list[Callable[[], bool]] = []  # integrations: whether this rank writes model files although it is not rank 0; local
 
 _Held = WeakValueDictionary[str, torch.Tensor]
 

@@ -14,6 +14,7 @@ from hf_zero.assembly import mesh
 from hf_zero.config.read import read_config
 from hf_zero.core import engine
 from hf_zero.core.engine import Engine
+from hf_zero.deepspeed import held_weights
 from hf_zero.deepspeed.initialize import initialize
 from hf_zero.expert_parallel import apply
 from hf_zero.integrations import callers, methods
@@ -21,7 +22,7 @@ from hf_zero.integrations.experts import dispatch_in_table
 from hf_zero.integrations.metrics import count_samples_once
 from hf_zero.integrations.parallelism import claims_of_accelerate, require_divided
 from hf_zero.integrations.preemption import listen_where_wanted, save_by_itself
-from hf_zero.integrations.saves import keeps_too_few, stand_before_saves
+from hf_zero.integrations.saves import keeps_too_few, stand_before_saves, writes_on_its_node
 from hf_zero.integrations.trainer_snapshots import note_accelerator, schedulers_of
 
 _CHECKPOINTS_WITH = "_gradient_checkpointing_func"  # attribute of a layer: the function that checkpoints its forward
@@ -111,5 +112,6 @@ engine.on_preempted.append(save_by_itself)
 engine.on_destroy.append(let_go)
 engine.reasons_to_wait.append(keeps_too_few)
 engine.go_back_too.append(schedulers_of)
+held_weights.wanted_here.append(writes_on_its_node)
 mesh.sources.append(claims_of_accelerate)
 apply.tables.append(dispatch_in_table)

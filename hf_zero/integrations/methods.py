@@ -255,6 +255,7 @@ STATE_DICT = Method(
     "Accelerator.get_state_dict",
     "with expert_parallel at stages 0 to 2, or where a stage-3 model was prepared later, save_model fails (use engine.save_16bit_model)",
     around="hf_zero.integrations.expert_saves:get_state_dict",
+    seen=True,
 )
 LOAD = Method(
     "transformers.modeling_utils",

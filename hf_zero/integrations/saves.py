@@ -126,6 +126,15 @@ def with_own_tensors(function: Callable[..., Any], model: Any, *args: Any, **kwa
     return function(_OwnTensors(model), *args, **kwargs)
 
 
+def writes_on_its_node() -> bool:
+    """Return whether a library that saves now lets this rank write model files for its node (``save_on_each_node``). Local."""
+    for call in callers.running(methods.SAVE_MODEL):
+        return bool(call.caller.args.save_on_each_node and call.caller.args.should_save)
+    for call in callers.running(methods.STATE_DICT):
+        return bool(call.caller.project_configuration.save_on_each_node and call.caller.is_local_main_process)
+    return False
+
+
 @dataclass(frozen=True)
 class Rotation:
     """A library's rule for deleting older checkpoints.

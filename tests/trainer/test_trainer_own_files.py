@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.support import ranks, trainers
+from tests.support.checkpoints import on_node
 
 
 def _own_files(models: Path, folder: Path, stage: int) -> None:
@@ -78,3 +80,51 @@ def _names(folder: Path) -> None:
 
 def test_a_bert_keeps_the_names_of_its_weights(tmp_path: Path) -> None:
     ranks.run_ranks(_names, 2, tmp_path)
+
+
+class _Plain(torch.nn.Module):
+    """A model that is none of transformers', whose own ``save_pretrained`` writes on rank 0 alone."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        return self.inner(input_ids=input_ids, labels=labels)
+
+
+def _on_nodes(models: Path, folder: Path, stage: int, kind: str) -> None:
+    """Save on two nodes of one rank each, which share no disk."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.utils import ProjectConfiguration
+    from peft import LoraConfig, get_peft_model
+    from safetensors.torch import load_file
+    from transformers import Trainer
+
+    with trainers.clean_state(), on_node(str(folder), 1):
+        config = trainers.zero_config(stage, checkpoint={"use_node_local_storage": True}, train_micro_batch_size_per_gpu=2)
+        if kind == "accelerator":
+            project = ProjectConfiguration(save_on_each_node=True)
+            accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), project_config=project)
+            accelerator.save_model(accelerator.prepare(trainers.load(models)), "saved")
+        else:
+            args = trainers.arguments(Path("run"), config, max_steps=2, save_strategy="steps", save_steps=2, save_on_each_node=True)
+            whole: Any = trainers.load_whole(models, "gpt2")
+            whole.lm_head.weight = torch.nn.Parameter(whole.lm_head.weight.detach().clone())  # save_file refuses tied weights
+            lora = LoraConfig(target_modules=["c_attn"], modules_to_save=["ln_f"])
+            model: Any = _Plain(whole) if kind == "plain" else get_peft_model(trainers.load(models), lora)
+            trainer = Trainer(model=model, args=args, train_dataset=trainers.rows(16, 1))
+            trainer.train()
+            trainer.save_model("saved")
+        torch.distributed.barrier()
+        name = "adapter_model.safetensors" if kind == "adapters" else "model.safetensors"
+        for where in ("saved",) if kind == "accelerator" else ("run/checkpoint-2", "saved"):
+            first, second = (load_file(folder / node / where / name) for node in ("node0", "node1"))
+            assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first), where
+            assert first and all(value.numel() for value in first.values())
+        torch.distributed.barrier()
+
+
+@pytest.mark.parametrize(("stage", "kind"), [(3, "plain"), (3, "adapters"), (3, "accelerator"), (2, "plain")])
+def test_every_node_gets_the_model_where_the_script_asks_for_it(stage: int, kind: str, trainer_models: Path, tmp_path: Path) -> None:
+    ranks.run_ranks(_on_nodes, 2, trainer_models, tmp_path, stage, kind)

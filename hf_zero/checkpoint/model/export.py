@@ -108,7 +108,11 @@ def _spill_folder(nbytes: int) -> str | None:
 
 
 def consolidated_state_dict(
-    module: nn.Module, collectives: Collectives, exclude_frozen_parameters: bool = False, kept: Container[str] = ()
+    module: nn.Module,
+    collectives: Collectives,
+    exclude_frozen_parameters: bool = False,
+    kept: Container[str] = (),
+    wanted_here: bool = False,
 ) -> dict[str, torch.Tensor] | None:
     """Return the state dict of ``module`` with unsharded parameters in the training dtype, on the host; collective.
 
@@ -120,9 +124,11 @@ def consolidated_state_dict(
         collectives: Collectives of the data-parallel ranks.
         exclude_frozen_parameters: Leave out parameters that need no gradient (a PEFT base model).
         kept: Names of parameters that are never left out.
+        wanted_here: Whether this rank needs the dict although it is not the first (it writes files on a node's own disk); ranks may differ.
 
     Returns:
-        The dict on the first rank of the data-parallel and the model axis; None on every other rank.
+        The dict on the first rank of the data-parallel and the model axis; None on every other rank. Where data parallelism is the only
+        axis, the dict also on ranks with ``wanted_here``; elsewhere a warning says that they get none.
 
     Raises:
         CheckpointError: The disk is too full for the dict; raised on every rank.
@@ -130,8 +136,16 @@ def consolidated_state_dict(
     mark_buffers(module, collectives.topology)  # they are joined like parameters
     entries = _entries(module, exclude_frozen_parameters, kept)
     values = list({id(value): value for value in entries.values()}.values())
-    collectives, model = collectives.data, model_axis_of(collectives)
+    axes, collectives, model = collectives.topology, collectives.data, model_axis_of(collectives)
     keeps = collectives.rank == 0 and (model is None or model.rank == 0)
+    alone = model is None and axes.all_parts is None and axes.pipe is None  # then each rank sees every unit whole
+    if wanted_here and not keeps:
+        keeps = alone
+        if not alone:
+            logger.warning(
+                "save_on_each_node: the model is divided by tensor, expert or pipeline parallelism, so only rank 0 gets the whole weights, "
+                "and the other nodes have no model files. Copy the folder from the node of rank 0"
+            )
     host = HostCopies(sum(_planned("", value).nbytes for value in values)) if keeps else None
     copies: dict[int, torch.Tensor] = {}
 
@@ -140,8 +154,11 @@ def consolidated_state_dict(
             copies[id(value)] = host.take(whole)
 
     share_buffers(module)
-    failure = _gather_all(take, values, collectives, model)
-    _on_first_of_both(collectives, model, "gathering the whole model", lambda: _raise(failure))
+    failure = _gather_all(take, values, collectives, model, here=keeps)
+    if alone:
+        agreement.quickly(collectives, "gathering the whole model", lambda: _raise(failure))
+    else:
+        _on_first_of_both(collectives, model, "gathering the whole model", lambda: _raise(failure))
     return {name: copies[id(value)] for name, value in entries.items()} if keeps else None
 
 
@@ -338,15 +355,22 @@ def _on_first_of_both(collectives: Collectives, model: Collectives | None, what:
 
 
 def _gather_all(
-    work: Callable[[torch.Tensor, torch.Tensor], None], values: list[torch.Tensor], collectives: Collectives, model: Collectives | None
+    work: Callable[[torch.Tensor, torch.Tensor], None],
+    values: list[torch.Tensor],
+    collectives: Collectives,
+    model: Collectives | None,
+    here: bool = False,
 ) -> Exception | None:
     """Gather all values, unit by unit; call ``work`` with each value and its whole tensor on the first data-parallel rank. Collective.
+
+    Without a model axis ``work`` is also called on the ranks with ``here``.
 
     After ``work`` has raised an error, gather the remaining units nevertheless, because the other ranks take part in these collectives;
     then return the error. Return None if there was none.
     """
     failure: Exception | None = None
     expert = expert_axis_of(collectives)
+    takes = collectives.rank == 0 or (here and model is None)
 
     def each(members: list[torch.Tensor]) -> None:
         nonlocal failure
@@ -356,9 +380,9 @@ def _gather_all(
                 # The expert axis that contains rank 0 gathers; its ranks are the first ``expert_places`` ones.
                 whole = joined_experts(value, part, expert) if collectives.rank < collectives.topology.expert_places else None
             else:
-                whole = joined(value, part, model) if collectives.rank == 0 else None
+                whole = joined(value, part, model) if takes else None
             try:
-                if failure is None and whole is not None and collectives.rank == 0:
+                if failure is None and whole is not None and takes:
                     work(value, whole)
             except Exception as error:
                 failure = error
