@@ -17,6 +17,7 @@ from hf_zero.checkpoint.state.plain_state import load_plain_state
 from hf_zero.deepspeed.alias import finder
 from hf_zero.deepspeed.configured import ConfiguredEngine
 from hf_zero.deepspeed.engine import Engine
+from hf_zero.deepspeed.requests import load_module_state_dict
 from hf_zero.integrations import fabric_methods, lightning_methods
 from hf_zero.observe import warn_once
 
@@ -137,12 +138,12 @@ def load_checkpoint(function: Callable[..., dict[str, Any]], strategy: Any, *arg
     """Load as Lightning does; collective. Averages go to the callback in a fit, and else into the model, as in a checkpoint of one file."""
     loaded = function(strategy, *args, **kwargs)
     module, engine = strategy.lightning_module, strategy.model
-    if not isinstance(engine, ConfiguredEngine):
+    if not isinstance(engine, ConfiguredEngine) or "state_dict" in loaded:  # a file of another strategy, which Lightning loads itself
         return loaded
     averages, trainer = loaded.pop(_AVERAGES, None), module.trainer
     if not trainer.training:
         if averages is not None:
-            engine.load_module_state_dict(averages, strict=module.strict_loading)
+            load_module_state_dict(engine, averages, strict=module.strict_loading)
     elif any(base.__name__ == "WeightAveraging" for callback in trainer.callbacks for base in type(callback).__mro__):
         present = module.state_dict()  # the engine has loaded the weights already
         if averages is None:  # without the callback's keys it starts its averages with "state_dict", and says so
