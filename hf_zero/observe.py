@@ -173,7 +173,7 @@ def set_long_wait(report: str) -> None:
 
 
 def long_wait() -> str:
-    """Return the report of the present wait, or of the one that has just failed, as a sentence to append to an error; "" without."""
+    """Return the report of the present wait, or of a wait that just failed, as a sentence to append to an error; "" if there is none."""
     return f" Before that, {_long_wait}." if _long_wait else ""
 
 

@@ -158,7 +158,7 @@ def step_settings(config: ZeroConfig, precision: PrecisionPolicy, stage: StagePo
 
 
 def spikes_of(config: ZeroConfig) -> Spikes:
-    """Return the comparison of gradient norms and losses with those before."""
+    """Return the detector of spikes in gradient norm and loss."""
     own = config.hf_zero
     return Spikes(own.spike_action, own.spike_factor, own.loss_spike_factor)
 

@@ -210,7 +210,7 @@ class UnitBuilder:
 
         [Note: codes beside split layers] A quantization scale covers neighbouring elements of a unit. Parameters that are equal on all
         ranks of a model axis get their own unit, whose quantized values are then equal too. In one unit with parts that differ, the copies
-        would be quantized and updated differently, and drift apart.
+        would be quantized and updated differently, so their values would differ.
         """
         part = tp_shard_of(param)
         if part is None or part.expert or part.stages:
@@ -306,7 +306,7 @@ def _refuse_scripted(module: nn.Module) -> None:
 def _refuse_shared_memory(module: nn.Module, members: Iterable[NamedParam]) -> None:
     """Raise if a trained parameter has memory in common with another parameter or a buffer (``head.weight.data = embed.weight.data``).
 
-    In plain PyTorch an update of one changes the other; units hold copies, in which they would drift apart.
+    In plain PyTorch an update of one changes the other; units have copies, whose values would differ.
 
     Raises:
         StateError: There are such tensors; the message names them.
@@ -329,9 +329,9 @@ def _refuse_shared_memory(module: nn.Module, members: Iterable[NamedParam]) -> N
     for start, stop, name in sorted(spans):
         if start < furthest and (name in trained or before in trained):
             raise StateError(
-                f"{before} and {name} share memory but are two tensors: PyTorch would change both in an update of one, and the engine has "
-                "copies that drift apart. To tie them assign the parameter itself (head.weight = embed.weight), or clone one of them. "
-                "If an adapter's option ties them (ensure_weight_tying), turn it off, or give an adapter to one of the two layers only"
+                f"{before} and {name} are two tensors that share memory: in PyTorch an update of one changes both, but the engine copies "
+                "them, so their values would differ. To tie them, assign the parameter itself (head.weight = embed.weight); else clone it. "
+                "If an adapter's option ties them (ensure_weight_tying), turn it off, or add the adapter to only one of the two layers"
             )
         if stop > furthest:
             furthest, before = stop, name

@@ -386,17 +386,17 @@ class EngineCheckpoints:
         self._store = place if isinstance(place, ObjectPath) else None
 
     def _place(self, given: Any, argument: str) -> str:
-        """Return the path or URL where checkpoints of ``given`` lie."""
+        """Return the path or URL of checkpoints in ``given``: below ``checkpoint_url`` if it is set and ``given`` is a path."""
         folder = _folder(given, argument)
         return folder if self._store is None or is_url(folder) else raw(self.place_for(folder))
 
     def _settle_writes(self, engine: Engine) -> None:
-        """Take the values that the script has written, and compare them over all ranks; collective."""
+        """Adopt values that the script has written to parameters, and compare them over all ranks; collective."""
         everyone = self.everyone()
         WrittenValues(engine.units, self._collectives.data, everyone, engine.runtime.idle).agree(everyone)
 
     def everyone(self) -> Collectives:
-        """Return the network of all ranks that save as one: where they hold parts of a model, the group in which a step's ranks vote."""
+        """Return the network of all ranks that save one checkpoint, including ranks with other parts of the model."""
         joint = joint_topology(self._collectives.topology)
         return self._collectives if joint is self._collectives.topology else open_collectives(own_topology(joint))
 
@@ -419,7 +419,7 @@ def _check_url(settings: CheckpointSettings) -> None:
         raise ConfigError(f"hf_zero.checkpoint_url is {settings.url!r}, allowed is a URL such as 's3://bucket/run'")
     if settings.node_local:
         raise ConfigError(
-            "hf_zero.checkpoint_url is a place that every node reaches, and checkpoint.use_node_local_storage is true; remove one of them"
+            "hf_zero.checkpoint_url is storage that all nodes share, but checkpoint.use_node_local_storage is true; remove one of them"
         )
 
 

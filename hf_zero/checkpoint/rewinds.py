@@ -63,7 +63,7 @@ class Rewinds:
     """Rewinds of one engine, see [Note: a rewind].
 
     Attributes:
-        objects: Objects of the script that go back too.
+        objects: Objects of the script that a rewind also restores.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Rewinds:
         self._since: int | None = None  # steps of the first snapshot since the last load; None before it
 
     def objects_of(self, engine: Engine) -> list[Any]:
-        """Return all objects that go back with ``engine``: those of the script and those that its library steps, each once.
+        """Return all objects that a rewind of ``engine`` restores: the script's, and schedulers that its library steps; each once.
 
         Raises:
             StateError: A scheduler steps the learning rate, and the engine does not know it.
@@ -81,8 +81,8 @@ class Rewinds:
         groups = engine.optimizer.param_groups
         if not found and engine.lr_scheduler is None and any("initial_lr" in group for group in groups):
             raise StateError(
-                "hf_zero.spike_action is rewind, and a scheduler that the engine does not know changes the learning rate: it would not go "
-                "back with the weights. Pass it to initialize() (lr_scheduler=) or accelerator.prepare(), or call "
+                "hf_zero.spike_action is rewind, and a scheduler that the engine does not know changes the learning rate; rewinds do not "
+                "restore it. Pass the scheduler to initialize() (lr_scheduler=) or accelerator.prepare(), or call "
                 "engine.rewind_also(scheduler)"
             )
         return list({id(one): one for one in found}.values())

@@ -91,7 +91,7 @@ def _find(folder: Path, least_steps: int) -> str | None:
             index = Index.from_json(folders.read_index(place), str(place / INDEX_FILE))
             RangeReader(place, index.files).check_sizes()
         except CheckpointError as error:
-            logger.warning("a snapshot is passed over: %s", error)
+            logger.warning("a snapshot is ignored: %s", error)
             continue
         if index.counters.get("global_steps", 0) >= least_steps:
             return tag
@@ -192,7 +192,7 @@ class Snapshots:
         return due
 
     def want(self) -> None:
-        """Let a snapshot be due after this step; every rank calls it."""
+        """Request a snapshot after this step; every rank must call it."""
         self._wanted = True
 
     def remind(self, steps: int) -> None:
@@ -208,16 +208,16 @@ class Snapshots:
     def is_ready(self, net: Collectives) -> bool:
         """Return whether the next snapshot can be taken: the previous one is written, and there is room; collective, the same on all ranks.
 
-        What cannot be taken is left out, with a warning, and training goes on.
+        If it cannot be taken, it is skipped with a warning.
         """
         if net.any_rank(self._background.busy, "snapshot") and not self._waits:
-            log_rank0("a snapshot is left out: the previous one is still being written. Raise hf_zero.snapshot_steps (%d)", self._every)
+            log_rank0("a snapshot is skipped: the previous one is still being written. Raise hf_zero.snapshot_steps (%d)", self._every)
             return False
         self.finish(net)
         agreement.quickly(net, "removing the older snapshots", self._remove_older)
         full = net.any_rank(not self._older and self._bytes > _free(self.folder), "snapshot")  # else it takes the room of the older one
         if full:
-            log_rank0("a snapshot is left out: %s has no room for %s", self.folder, gib(self._bytes))
+            log_rank0("a snapshot is skipped: %s has less than %s free", self.folder, gib(self._bytes))
         return not full
 
     def finish(self, net: Collectives) -> None:
@@ -245,16 +245,16 @@ class Snapshots:
                     own_files.remove_private(path)
 
     def take(self, state: TrainingState, client_state: Mapping[str, Any], beside: Mapping[str, Any], may_pickle: bool) -> None:
-        """Copy the state; it is written in the background. Collective.
+        """Copy the state, and write the copy in the background. Collective.
 
         Args:
             state: State to save.
-            client_state: Values of the caller on this rank.
+            client_state: This rank's values from the caller.
             beside: States of random generators and of objects of the script, see ``state/beside.py``.
             may_pickle: Pickle values of the client state that nothing else can keep.
 
         Raises:
-            CheckpointError: On every rank: the first snapshot finds no room, or a value cannot be saved.
+            CheckpointError: On every rank: folder or memory is too small for the first snapshot, or a value cannot be saved.
         """
         net = state.everyone
         if not self._bytes:

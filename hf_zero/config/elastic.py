@@ -112,7 +112,10 @@ def _check(section: Elasticity) -> None:
     if section.version > LATEST_VERSION:
         raise ElasticityConfigError(f"elasticity.version is {section.version}; allowed: up to {LATEST_VERSION}")
     if section.version <= 0.1 and section.model_parallel_size > 1:
-        raise ElasticityConfigError("elasticity.model_parallel_size is above 1, which needs elasticity.version 0.2")
+        raise ElasticityConfigError(
+            f"elasticity.model_parallel_size is {section.model_parallel_size}; allowed: 1 with elasticity.version {section.version}. Set "
+            "version to 0.2"
+        )
     if section.num_gpus_per_node % section.model_parallel_size:
         raise ElasticityConfigError(
             f"elasticity.num_gpus_per_node is {section.num_gpus_per_node}, no multiple of model_parallel_size {section.model_parallel_size}"

@@ -189,10 +189,7 @@ class Speller:
         if key in _PUBLISHED_MISSPELLINGS:
             self.problems.warn(
                 key,
-                (
-                    f"is ignored, as by DeepSpeed: it is a misspelling in configurations that DeepSpeed published; write `{guess}` to "
-                    "set that"
-                ),
+                (f"is ignored, as by DeepSpeed: configurations that DeepSpeed published misspell `{guess}` so; to set it, write `{guess}`"),
             )
         elif guess:
             self.problems.error(key, f"is unknown; did you mean `{guess}`?")

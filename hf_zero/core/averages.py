@@ -390,8 +390,8 @@ class AveragedWeights:
         _spread(engine)
 
     def _begin_exchange(self, what: str) -> Engine:
-        """Raise if a forward or backward still needs the present weights; adopt writes to the weights, update the rows, and return the
-        engine.
+        """Prepare for replacing the weights, and return the engine: adopt writes, lay out the rows, and raise if a forward or backward
+        still needs the present weights.
         """
         engine = self._require(what)
         engine.averages.require_weights(what)

@@ -211,8 +211,8 @@ class Engine(nn.Module):
             return
         if scale != 1.0 and not scaled:
             raise StateError(
-                f"Loss scaling is required: loss.backward() without the loss scale of {scale:g}, so small fp16 gradients "
-                "would be lost: call engine.backward(loss), or engine.scale(loss).backward()"
+                f"Loss scaling is required: loss.backward() ran without the loss scale of {scale:g}, so small fp16 gradients "
+                "would be lost. Call engine.backward(loss), or engine.scale(loss).backward()"
             )
         self._begin_micro_step(self.accumulation.factor_of_script())
 

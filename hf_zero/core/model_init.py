@@ -57,8 +57,8 @@ class ConstructorAccess(TorchFunctionMode):
     ``self.out.weight.data.zero_()``, would go to an empty tensor and be lost silently; torch's own Transformer ends its constructor with a
     loop of such writes. So while a model is built, a parameter that is accessed is unsharded, collectively, until the next module is
     assigned (or ``_MOST_OPEN`` others were accessed). Constructors must run the same code on all ranks, since otherwise the ranks' modules
-    would differ anyway; if one rank alone prints a norm, it waits for the other ranks. Queries about shapes are answered without values,
-    and queries about dtypes and gradients need none. The device is the one that the parameter was built on ([Note: as it was built]).
+    would differ anyway; if one rank alone prints a norm, it waits for the other ranks. Reads of shapes, dtypes and
+    gradients do not unshard. The device is the one that the parameter was built on ([Note: as it was built]).
     """
 
     def __init__(self) -> None:

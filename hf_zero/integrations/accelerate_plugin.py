@@ -157,7 +157,7 @@ class ZeroPlugin(DeepSpeedPlugin):
             )
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
-        """Take the Accelerator's precision.
+        """Set the plugin's precision to the Accelerator's.
 
         Raises:
             ConfigError: The plugin was given ``"fp8"``, and the Accelerator has another precision.

@@ -1,8 +1,8 @@
 """Make Lightning's DeepSpeed strategies train as its other strategies do: accumulation, clipping, schedules, files of other strategies.
 
 Each function replaces a method or property of ``lightning.pytorch.strategies.DeepSpeedStrategy`` or ``lightning.fabric.strategies.
-DeepSpeedStrategy``, which ``ZeroStrategy`` and ``FabricZeroStrategy`` inherit; its first argument is the original. If a real DeepSpeed
-answers in place of hf_zero, the original runs.
+DeepSpeedStrategy``, which ``ZeroStrategy`` and ``FabricZeroStrategy`` inherit; its first argument is the original. If `import deepspeed`
+imports DeepSpeed itself, the original runs.
 """
 
 from __future__ import annotations

@@ -215,7 +215,7 @@ def _say_if_left_out(state: Any, plugin: Any) -> None:
     if plugin is not None and getattr(state, "_cpu", False):
         warn_once(
             f"accelerate ignores the DeepSpeed plugin and trains as {state.distributed_type.value}, because of Accelerator(cpu=True), "
-            "ACCELERATE_USE_CPU or `use_cpu: true`. Remove this setting; ZeRO trains on the CPU by itself if there is no accelerator"
+            "ACCELERATE_USE_CPU or `use_cpu: true`. Remove this setting; ZeRO uses the CPU if there is no accelerator"
         )
 
 

@@ -41,10 +41,10 @@ def sharing_parts_here() -> int:
 
 
 def get_tp_size(method: Callable[..., Any], trainer: Any) -> int:
-    """Replace ``Trainer.get_tp_size``, which counts the ranks with the same samples: also count stages and context parallelism.
+    """Replace ``Trainer.get_tp_size``: return the number of ranks with the same samples, including stages and context parallelism.
 
-    Before transformers 5.19 Trainer multiplies its loss by the number of all processes and counts the tokens of all of them, but TRL's loss
-    uses this size. So with these versions the size does not include the stages, and Trainer counts the samples of all stages.
+    Before transformers 5.19 Trainer does not use this size for its loss: it multiplies by the number of processes and counts the tokens of
+    all of them. TRL's loss does use it. So with these versions the original size is returned, and Trainer counts the samples of all stages.
     """
     size = int(method(trainer))
     return size * stages_here() * sharing_parts_here() if _counts_by_it() else size

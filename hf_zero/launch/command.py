@@ -310,8 +310,8 @@ def _visible(host: Host) -> dict[str, str]:
     outside = [slot for slot in host.slots if slot >= len(host.shown)]
     if outside and host.shown:
         raise ConfigError(
-            f"slot {outside[0]} of {host.name} is none of the devices of {VISIBLE}={','.join(host.shown)}; slots are counted within it, so "
-            f"0 to {len(host.shown) - 1} are allowed. Choose others, or unset {VISIBLE}"
+            f"{host.name} has no slot {outside[0]}: slots are positions in {VISIBLE}={','.join(host.shown)}, so 0 to "
+            f"{len(host.shown) - 1} are allowed. Choose others, or unset {VISIBLE}"
         )
     return {} if outside else {VISIBLE: ",".join(host.shown[slot] for slot in host.slots)}
 

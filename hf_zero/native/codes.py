@@ -185,7 +185,7 @@ def _chunks(table: ChunkTable, first: int, last: int) -> tuple[object, ...]:
 
 
 def _sent(sent: Sent, first: int) -> tuple[object, ...]:
-    """Return the workers' codes as arguments for chunks from ``first`` on."""
+    """Return the arguments of a native call that pass the workers' codes from chunk ``first`` on."""
     strides = (ctypes.c_int64(tensor.stride(0)) for tensor in (sent.bits, sent.scales))
     return sent.workers, address(sent.bits), next(strides), address(sent.scales, first), next(strides)
 

@@ -181,7 +181,7 @@ class Offloading:
 
     @property
     def updates_overlap(self) -> bool:
-        """Return whether updates may continue after a step; known after ``prepare``."""
+        """Return whether updates may continue after ``step`` has returned; valid after ``prepare``."""
         return self._mode != "none"
 
     def _choose_mode(self, inner: torch.optim.Optimizer | None) -> str:

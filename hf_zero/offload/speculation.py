@@ -134,7 +134,7 @@ class Speculation:
 
     def __post_init__(self) -> None:
         if self.unit.master is None:
-            raise StateError(f"{self.unit.name} has no master to step a copy of")
+            raise StateError(f"{self.unit.name} has no master on this rank; a step during backward needs one")
         states = [value for shadow in self.shadows for value in shadow.present.values()]
         parts = [shadow.segment.tensor for shadow in self.shadows]  # a script's writes to them have counts of their own
         with torch._C.DisableTorchFunctionSubclass():

@@ -174,7 +174,7 @@ def _require_no_closure(optimizer: torch.optim.Optimizer) -> None:
 def _refusal_of_shards(optimizer: torch.optim.Optimizer, held: str) -> UnsupportedError:
     return UnsupportedError(
         f"optimizer {type(optimizer).__name__} {held}, but the engine updates flat shards of several parameters here (tensor parallelism, "
-        "states in files): let it use self.param_groups and self.state alone"
+        "states in files): use only self.param_groups and self.state in it"
     )
 
 
@@ -189,8 +189,8 @@ def _holds_parameters(optimizer: torch.optim.Optimizer, all_here: bool, shards_o
         raise _refusal_of_shards(optimizer, held)
     if held and not all_here and (single := single_in(optimizer)):
         raise UnsupportedError(
-            f"optimizer {name} {held}, and {single!r} is an attribute that belongs to single parameters, but each rank updates a part of "
-            "them here: keep its content in self.param_groups or in self.state[param], or use stage 0"
+            f"optimizer {name} {held}, and its attribute {single!r} has values for single parameters, but each rank updates only a part "
+            "of the parameters: keep these values in self.param_groups or self.state[param], or use stage 0"
         )
     return bool(held)
 

@@ -90,7 +90,7 @@ def build_optimizer(
     moment_dtype: torch.dtype | None = None,
     matrices: Callable[[], set[int]] = set,
 ) -> torch.optim.Optimizer:
-    """Build the optimizer that the ``optimizer`` section asks for.
+    """Build the optimizer of the ``optimizer`` section.
 
     ``"Adam"`` is AdamW unless ``adam_w_mode`` is false; as in DeepSpeed, neither decays weights by default. With ``torch_adam`` the
     other ``params`` go to torch's class, whose own defaults then hold (AdamW's weight decay of 0.01). Without it, on a CPU with native
@@ -177,7 +177,7 @@ def _resolve_adam(type_name: str, values: dict[str, Any]) -> tuple[OptimizerClas
         return (torch.optim.AdamW if adam_w_mode else torch.optim.Adam), rest
     if rest.pop("amsgrad", False):
         raise UnsupportedError(
-            f"{_SECTION} has bias_correction false and amsgrad true; the two are not provided together. Drop one of them."
+            f"{_SECTION} has bias_correction false and amsgrad true, which are not supported together. Remove one of them."
         )
     rest.pop("fused", None)  # this class has no fused kernel; the numbers are the same
     return UncorrectedAdam, rest | {"decoupled_weight_decay": adam_w_mode}
@@ -329,7 +329,7 @@ def _construct(kind: OptimizerClass, values: dict[str, Any], groups: list[Any]) 
 
 
 def build_scheduler(type: str, params: Mapping[str, Any] | None, optimizer: Any) -> LRScheduler:
-    """Build the scheduler that the ``scheduler`` section asks for.
+    """Build the scheduler of the ``scheduler`` section.
 
     Args:
         type: One of ``VALID_LR_SCHEDULES`` or a class of ``torch.optim.lr_scheduler``; letter case is ignored.

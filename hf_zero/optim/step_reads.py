@@ -97,9 +97,9 @@ def require_own_reads(optimizer: torch.optim.Optimizer, shows_gradients: bool, s
     does = _use_of(watch.found, sharded)
     if does:
         raise UnsupportedError(
-            f"optimizer {type(optimizer).__name__} {does} the model's parameters in its step other than through self.param_groups (a "
-            "closure, a global, an object that it holds), but the engine steps other tensors: the model's have no gradients then, or no "
-            "values. Use ZeRO stage 0 without offload, where they are the same, or let step use self.param_groups alone"
+            f"step() of optimizer {type(optimizer).__name__} {does} the model's parameters without self.param_groups (through a closure, a "
+            "global or an attribute). The engine puts other tensors in self.param_groups, and the model's parameters have no gradients or "
+            "no values then. Use only self.param_groups in step(), or ZeRO stage 0 without offload, where both are the same tensors"
         )
 
 

@@ -139,7 +139,7 @@ def _whole_model_bytes(candidate: Candidate, costs: Costs, ranks: int) -> tuple[
 
 @dataclass
 class TimeBounds:
-    """Lower bounds of the seconds per step of families.
+    """Lower bounds of the seconds per step, for families of candidates.
 
     Attributes:
         planner: The planner, with the costs of all planned candidates.

@@ -71,8 +71,8 @@ class Blocks:
             config: The DeepSpeed configuration.
             tensor: Tensor-parallel size.
             shards: Number of ranks over which ZeRO shards states.
-            step: Number of blocks after which one computes as the first does: one of so many is recomputed. The three numbers differ by it,
-                and lie whole steps below the number of all blocks.
+            step: Every ``step``-th block is recomputed. The three numbers differ by ``step``, and from the number of all blocks by a
+                multiple of it.
         """
         if not self.alike:
             return None

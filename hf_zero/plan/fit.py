@@ -179,7 +179,7 @@ def _axes(text: str | None, experts: bool, sequence: int) -> list[str]:
     axes = [] if text == "none" else text.split(",")
     unknown = [axis for axis in axes if axis not in AXES]
     if unknown:
-        raise ConfigError(f"--axes is {text!r}, and {unknown[0]!r} is unknown; none, or some of {','.join(AXES)}, are allowed")
+        raise ConfigError(f"--axes is {text!r}, and {unknown[0]!r} is unknown; allowed: none, or some of {','.join(AXES)}")
     if "experts" in axes and not experts:
         raise ConfigError(f"--axes is {text!r}, but the model's configuration names no experts: leave experts out")
     return axes

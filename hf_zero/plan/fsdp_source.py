@@ -149,7 +149,7 @@ def _accelerate(content: dict[str, Any], where: str) -> FsdpSource:
 
 
 def _check_ranks(content: Mapping[str, Any], entries: Iterable[Entry], faults: list[str]) -> None:
-    """Append to ``faults`` unless ranks and nodes are positive and the mesh has exactly all ranks, as accelerate requires."""
+    """Append an error to ``faults`` if ranks or nodes are no positive numbers, or the mesh's size is not the number of ranks."""
     for name in ("num_processes", "num_machines"):
         found = content.get(name, 1)
         if not isinstance(found, int) or isinstance(found, bool) or found < 1:

@@ -176,7 +176,7 @@ class UlyssesSPDataLoaderAdapter:
                 yield batches.popleft()
 
     def _end_early(self, left_over: Any) -> None:
-        """End the loader of accelerate whose batch is left over, so that accelerate does not treat it as active."""
+        """End accelerate's loader if its last batch remains unused, so that accelerate does not treat the loader as active."""
         end = getattr(self.dl, "end", None)
         if left_over is not None and callable(end):
             end()

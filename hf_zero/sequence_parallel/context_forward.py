@@ -140,8 +140,8 @@ class DividedForwards(BoundForwards):
                 "Call the whole model there, or call this part outside, with whole sequences"
             )
         warn_once(
-            f"context parallelism: {name} was called by itself, outside of the forward of the whole model: each rank computes whole "
-            "sequences. Results are exact, but no work is divided; call the whole model, with labels, to divide it"
+            f"context parallelism: {name} was called outside of the forward of the whole model, so each rank computes whole "
+            "sequences. Results are exact, but the work is not divided. To divide it, call the whole model with labels"
         )
         self._alone.append(part)
         self.attention.alone += 1
@@ -387,7 +387,7 @@ def _checksum(value: torch.Tensor) -> tuple[list[int], str]:
 
 
 def said_of_context(error: HfZeroError) -> HfZeroError:
-    """Return an error of sequence parallelism in the words of context parallelism, which shares the checks."""
+    """Return ``error``, from a check that both kinds share, with "sequence parallelism" replaced by "context parallelism"."""
     return type(error)(str(error).replace("sequence parallelism", "context parallelism").replace("sequence-parallel", "context-parallel"))
 
 

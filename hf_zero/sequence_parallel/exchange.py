@@ -1,7 +1,7 @@
-"""Trade all heads of a slice of each sequence for some heads of whole sequences, and back.
+"""Exchange all heads of a slice of each sequence for some heads of whole sequences, and back.
 
-Source of the scheme: Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv 2309.14509. Each trade is one all-to-all; its gradient is the same
-trade of the gradients. Which heads a rank computes is arithmetic.
+Source of the scheme: Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv 2309.14509. Each exchange is one all-to-all; its gradient
+is the same exchange of gradients. The heads of a rank follow from its position.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def require_even_heads(heads: int, ranks: int, name: str = "num_attention_heads"
 
     Args:
         heads: Number of query heads.
-        ranks: Number of ranks that trade heads.
-        name: Where the number of heads is from, for the message.
-        otherwise: End of the message: what serves such a number of heads.
+        ranks: Number of ranks that exchange heads for tokens.
+        name: Source of the number of heads, for the message.
+        otherwise: End of the message: an alternative for this number of heads.
 
     Raises:
         ConfigError: ``ranks`` does not divide ``heads``.
@@ -44,13 +44,13 @@ def require_even_heads(heads: int, ranks: int, name: str = "num_attention_heads"
     if heads % ranks:
         usable = ", ".join(str(found) for found in range(1, heads + 1) if heads % found == 0)
         raise ConfigError(
-            f"sequence parallelism over {ranks} ranks divides the {heads} attention heads of the model ({name}), which does not come out "
-            f"even; sizes that do: {usable}{otherwise}"
+            f"sequence parallelism: {ranks} ranks cannot divide the model's {heads} attention heads ({name}) evenly; allowed numbers of "
+            f"ranks: {usable}{otherwise}"
         )
 
 
 def exchangeable(query_heads: int, key_heads: int, ranks: int) -> bool:
-    """Return whether ``ranks`` can trade these heads."""
+    """Return whether ``ranks`` can exchange these heads."""
     return query_heads % ranks == 0 and query_heads % key_heads == 0
 
 
@@ -115,7 +115,7 @@ def trade(collectives: Collectives, *rows: torch.Tensor) -> tuple[torch.Tensor, 
 def heads_for_sequences(
     collectives: Collectives, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    """Give up most heads and get whole sequences of the rest; collective.
+    """Exchange all heads of a slice for some heads of whole sequences; collective.
 
     Args:
         collectives: The sequence-parallel group.

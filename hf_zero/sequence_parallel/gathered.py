@@ -284,7 +284,7 @@ class ContextAttention(SlicedAttention):
         given = [name for name in _OF_SLICES if kwargs.get(name) is not None]
         if given:
             raise UnsupportedError(
-                f"context parallelism: attention over whole sequences cannot use {', '.join(given)}, which this rank has for its part only"
+                f"context parallelism: attention cannot use {', '.join(given)}: it needs whole sequences, and this rank has a part"
             )
         if key.shape[2] != query.shape[2]:
             raise UnsupportedError(

@@ -36,11 +36,11 @@ _BEYOND = ("or_mask_function", "block_sequence_ids")  # arguments that let token
 
 
 class WholeMasks:
-    """The mask functions that the modules of a model call, and what stands for them meanwhile.
+    """Replacement of the mask functions that a model's modules call, during a forward over slices.
 
     Attributes:
         collectives: The sequence-parallel group.
-        length: Tokens of this rank's slice in the forward under way.
+        length: Tokens of this rank's slice in the running forward.
     """
 
     def __init__(self, model: nn.Module, collectives: Collectives) -> None:
@@ -61,7 +61,7 @@ class WholeMasks:
             setattr(module, name, self._whole(name, function))
 
     def leave(self) -> None:
-        """End it."""
+        """End the forward, and restore the mask functions."""
         for module, name, function in self._found:
             setattr(module, name, function)
         self._joined.clear()
@@ -125,7 +125,7 @@ def modules_of(model: nn.Module) -> list[ModuleType]:
 
 
 class RowMasks(WholeMasks):
-    """The mask functions that the modules of a model call; meanwhile they make the rows of this rank's place.
+    """Replacement of the mask functions that a model's modules call; it returns only the mask rows of this rank's tokens.
 
     Attributes:
         layout: The division of sequences.

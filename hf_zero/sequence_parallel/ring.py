@@ -40,15 +40,15 @@ class _Rules:
 
 
 class RingAttention(ContextAttention):
-    """Attention of one model's modules, with keys and values that are passed around."""
+    """Attention of one model's modules that passes keys and values from rank to rank in a ring."""
 
     def _of_place(
         self, core: Core, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
     ) -> torch.Tensor:
         if getattr(core, "__module__", None) != SDPA:
             raise UnsupportedError(
-                f"context parallelism: 'alltoall' computes attention as {SDPA} does, and {core!r} stands in its place in the table of "
-                "attention functions; choose 'allgather' (hf_zero.context_parallel_strategy, cp_comm_strategy)"
+                f"context parallelism: the model's attention function is {core!r}, but 'alltoall' supports only {SDPA}; choose "
+                "'allgather' (hf_zero.context_parallel_strategy, cp_comm_strategy)"
             )
         causal = kwargs.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal

@@ -207,7 +207,7 @@ def convolve(collectives: Collectives, function: Function, args: tuple[Any, ...]
     given = named(function, args, kwargs)
     if given.get("seq_idx") is not None or given.get("initial_states") is not None:
         raise UnsupportedError(
-            f"sequence parallelism: {function.__name__} got samples to tell apart, or a state; give it one sample per row"
+            f"sequence parallelism: {function.__name__} got seq_idx or initial_states; pass one sample per row and no state"
         )
     hidden, back = given["hidden_states"], given["weight"].shape[-1] - 1
     length, ranks, rank = hidden.shape[2], collectives.world, collectives.rank

@@ -1,4 +1,4 @@
-"""The sequence-parallel groups of a run, as the ``mpu`` object that scripts hand from one call to the next."""
+"""Sequence-parallel groups of a run: the ``mpu`` object that ``register_with_transformers`` returns and ``initialize`` accepts."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from hf_zero.sequence_parallel.sliceable import divided_part
 
 
 class SequenceParallel:
-    """Groups of ranks that hold slices of the same sequences; what ``register_with_transformers`` returns and ``initialize`` takes.
+    """Groups of ranks that hold slices of the same sequences; ``register_with_transformers`` returns it.
 
     The methods have the names of DeepSpeed's module ``parallel_state_sp``.
 
     Attributes:
         topology: All groups together, which ZeRO shards over, with this rank's group as its sequence axis.
-        settings: What to do with transformers models; None for scripts that place ``DistributedAttention`` themselves.
+        settings: Settings for transformers models; None for scripts that insert ``DistributedAttention`` themselves.
     """
 
     def __init__(self, topology: Topology, settings: SliceSettings | None = None) -> None:
@@ -35,11 +35,11 @@ class SequenceParallel:
     def axis(self) -> Topology:
         """Return the axis of the ranks that share this rank's samples."""
         if self.topology.sequence is None:
-            raise StateError("this topology has no sequence axis")
+            raise StateError("SequenceParallel: its topology has no sequence axis; use that of sequence_topology() or join_sequence()")
         return self.topology.sequence
 
     def bind(self, model: nn.Module) -> None:
-        """Make the forwards of ``model`` forwards over slices, if it is for this object to do."""
+        """Make forwards of ``model`` run over slices, if there are ``settings`` and it does not do so yet."""
         if self.settings is not None and not is_bound(model, self.settings):
             SlicedForwards(model, open_collectives(self.axis), self.settings)
 
@@ -48,15 +48,15 @@ class SequenceParallel:
         return self.axis.group
 
     def get_sequence_parallel_world_size(self) -> int:
-        """Return how many they are."""
+        """Return the number of ranks that share this rank's samples."""
         return self.axis.world
 
     def get_sequence_parallel_rank(self) -> int:
-        """Return which slice is this rank's."""
+        """Return the position of this rank's slice."""
         return self.axis.rank
 
     def get_sequence_data_parallel_group(self) -> dist.ProcessGroup:
-        """Return all groups together: what ZeRO shards over."""
+        """Return the process group over which ZeRO shards: the ranks of all groups."""
         return self.topology.group
 
     def get_sequence_data_parallel_world_size(self) -> int:
@@ -64,7 +64,7 @@ class SequenceParallel:
         return self.topology.world
 
     def get_sequence_data_parallel_rank(self) -> int:
-        """Return this rank's place among them."""
+        """Return this rank's position among the ranks of all groups."""
         return self.topology.rank
 
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:
@@ -74,20 +74,20 @@ class SequenceParallel:
         return self.topology.sample_group
 
     def get_data_parallel_world_size(self) -> int:
-        """Return the number of groups: how many samples are trained on at a time."""
+        """Return the number of groups, each of which trains on samples of its own."""
         return self.topology.replicas
 
     def get_data_parallel_rank(self) -> int:
-        """Return which of them is this rank's."""
+        """Return the position of this rank's group."""
         return self.topology.replica
 
 
 class ContextParallel(SequenceParallel):
-    """Groups of ranks that hold parts of the same sequences and gather keys and values; with sequence parallelism inside, if asked for.
+    """Groups of ranks that hold parts of the same sequences and gather keys and values, optionally with sequence parallelism inside.
 
     Attributes:
-        across: The ranks, one of each place, whose keys and values are gathered.
-        inside: The ranks that trade heads; None without sequence parallelism.
+        across: Ranks whose keys and values are gathered, one for each part of a sequence.
+        inside: Ranks that exchange heads for tokens; None without sequence parallelism.
         strategy: "allgather" or "alltoall".
         layout: The division of sequences.
     """

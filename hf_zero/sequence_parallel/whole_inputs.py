@@ -106,7 +106,7 @@ class WholeInputs:
         elif not torch.equal(whole, torch.arange(whole.shape[-1], device=whole.device).expand_as(whole)):
             raise StateError(
                 f"sequence parallelism: {type(self._model).__name__} takes no position_ids, and those of this batch are not 0, 1, 2, ...: "
-                "packed samples would not stay apart. Give it one sample per row"
+                "attention would mix packed samples. Pass one sample per row"
             )
 
     def _set_labels(self, given: dict[str, Any]) -> None:

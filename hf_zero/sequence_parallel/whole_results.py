@@ -18,10 +18,10 @@ _OF_LIBRARY = "transformers.loss."
 
 
 def tokens_to_keep(given: Batch, names: list[str]) -> int | torch.Tensor | None:
-    """Take the tokens whose logits a script wants out of ``given``; None stands for all tokens.
+    """Remove the argument that selects tokens for logits from ``given``, and return it; None selects all tokens.
 
     Args:
-        given: Arguments of a forward, by name; they change.
+        given: Arguments of a forward, by name; changed in place.
         names: Arguments that the forward has.
     """
     found = [given.pop(name) for name in KEPT if name in names and name in given]
@@ -39,12 +39,12 @@ def keep_tokens(output: Any, kept: int | torch.Tensor) -> Any:
 
 @dataclass(frozen=True)
 class WholeLoss:
-    """A loss that the losses of parts do not make up, so that it is computed from the logits of whole sequences on every rank.
+    """A loss that is no sum over parts of sequences: every rank computes it from the logits of whole sequences.
 
     Attributes:
         function: The model's ``loss_function``.
         vocab_size: Tokens of the vocabulary.
-        arguments: Labels of whole sequences, and what the script gives to the function.
+        arguments: Labels of whole sequences, and the script's arguments of the function.
     """
 
     function: Callable[..., torch.Tensor]

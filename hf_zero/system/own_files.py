@@ -406,7 +406,7 @@ def remove_folder(
             if signed and writer != Process.own() and not is_abandoned(folder, inner):
                 return False
             if not inner.is_own(above):
-                _warn("%s stays: it belongs to another user", folder)
+                _warn("%s is not deleted: it belongs to another user", folder)
                 return False
             for name in sorted(inner.names(), key=lambda name: name == last):
                 if is_ours(name):

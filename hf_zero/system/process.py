@@ -72,7 +72,7 @@ class Process:
 
     @staticmethod
     def of_code(code: str) -> Process | None:
-        """Return the process of a ``code`` result; a foreign place is only a digest. None if the text is no such code."""
+        """Return the process of a ``code`` result, or None for another text; ``place`` of another machine stays a digest."""
         place, _, rest = code.partition("-")
         pid, _, started = rest.partition("-")
         own = _place()

@@ -70,7 +70,7 @@ def opened(path: str | os.PathLike[str], pipe: bool = False, within: int | None 
             mode = os.fstat(descriptor).st_mode
             if not (stat.S_ISREG(mode) or (pipe and (stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)))):
                 kind = next((kind for is_kind, kind in _KINDS if is_kind(mode)), "a folder")
-                raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, f"it is {kind}, and a regular file is wanted")
+                raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, f"it is {kind}; expected a regular file")
             yield descriptor
         finally:
             os.close(descriptor)

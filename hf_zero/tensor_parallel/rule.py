@@ -43,7 +43,7 @@ def values_of(args: Any) -> list[Value]:
 
 
 def block_all(values: Sequence[Value], reason: str) -> None:
-    """Block every dimension of ``values``."""
+    """Record for every dimension of ``values`` that it cannot be split, with the reason."""
     for value in values:
         for dim in value.dims:
             block(dim, reason)

@@ -199,7 +199,7 @@ def _refusals(folder: Path) -> list[str]:
 def test_other_runs_little_room_and_damage(tmp_path: Path) -> None:
     zero, one = ranks.run_ranks(_refusals, 2, tmp_path, env=RESTARTED)
     assert zero[0] == one[0]
-    for text in ("of a run that has ended, was removed", "has no room for", "a snapshot is passed over", "no launcher would start"):
+    for text in ("of a run that has ended, was removed", "has less than", "a snapshot is ignored", "no launcher would start"):
         assert any(text in line for line in zero), (text, zero)
 
 

@@ -103,7 +103,7 @@ def test_whole_nodes_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"min_gpus": -1}, "min_gpus is -1"),
         ({"max_gpus": 3}, "max_gpus is 3"),
         ({"version": 0.3}, "version is 0.3"),
-        ({"model_parallel_size": 4, "num_gpus_per_node": 8}, "needs elasticity.version 0.2"),
+        ({"model_parallel_size": 4, "num_gpus_per_node": 8}, "model_parallel_size is 4; allowed: 1 with elasticity.version"),
         ({"model_parallel_size": 16, "num_gpus_per_node": 8, "version": 0.2}, "no multiple of model_parallel_size 16"),
     ],
 )

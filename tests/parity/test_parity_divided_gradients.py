@@ -170,7 +170,7 @@ def warns() -> None:
         assert not found
         torch.linalg.vector_norm(part.grad)
         torch.nn.utils.get_total_norm([whole.grad, part.grad])
-    assert ranks.rank() or any("q_proj.weight.grad is that of this rank's part (" in text and "show_gradients" in text for text in found), (
+    assert ranks.rank() or any("q_proj.weight.grad covers only this rank's part" in text and "show_gradients" in text for text in found), (
         found
     )
     engine.step()

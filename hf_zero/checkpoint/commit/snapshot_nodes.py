@@ -55,7 +55,7 @@ def bring_newest(net: Collectives, what: str, folder: Path, nodes: Sequence[str]
         try:
             index = _checked(text, digest, folder / tag, holders, net.world)
         except CheckpointError as error:
-            log_rank0("the snapshot %s is passed over: %s", tag, error)
+            log_rank0("the snapshot %s is ignored: %s", tag, error)
             continue
         if index.counters.get("global_steps", 0) < least_steps:
             return None

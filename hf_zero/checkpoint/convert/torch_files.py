@@ -129,7 +129,7 @@ def _storage_id(pid: Any) -> tuple[torch.dtype, str, int]:
     if name not in _STORAGES or module not in ("torch", "torch.storage", "torch.cuda"):
         raise ValueError(f"it has a storage of {pid[1].kind}, which is not supported")
     if type(pid[2]) is not str or type(pid[4]) is not int or pid[4] < 0:
-        raise ValueError(f"it has a storage {shown(pid[2])} of {shown(pid[4])} elements")
+        raise ValueError(f"it has a storage {shown(pid[2])} of {shown(pid[4])} elements; expected a text and a number of at least 0")
     return _STORAGES[name], pid[2], pid[4]
 
 

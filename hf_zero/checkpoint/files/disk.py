@@ -181,9 +181,9 @@ class DiskFile:
 
     Attributes:
         disk: Disk to which it belongs.
-        path: Its name.
-        descriptor: Open for writing.
-        direct: It bypasses the page cache.
+        path: Path of the file.
+        descriptor: Its descriptor, open for writing.
+        direct: Whether writes bypass the page cache.
     """
 
     disk: Disk

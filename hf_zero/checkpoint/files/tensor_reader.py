@@ -266,7 +266,7 @@ class RangeReader:
             waiting = _deliver(copies, waiting, values, start // itemsize)
 
     def _read_range(self, source: Ranges, place: memoryview, offset: int, name: str) -> memoryview:
-        """Fills ``place``, and returns it."""
+        """Fill ``place`` from the file, and return it."""
         done = 0
         while done < len(place):
             count = source.read_into(place[done:], offset + done)

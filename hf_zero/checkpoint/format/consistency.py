@@ -192,9 +192,7 @@ def _add_place(
         raise CheckpointError(f"parameter {record.name} occurs twice")
     for (kind, _), (other, other_group) in known.items():
         if (kind, other.shape, other.dim, other_group) != (place[0], record.shape, record.dim, group):
-            raise CheckpointError(
-                f"parameter {record.name} has another kind, shape, dim or group in one place of the index than in another"
-            )
+            raise CheckpointError(f"parameter {record.name} has different kinds, shapes, dims or groups in two entries of the index")
     known[place] = (record, group)
 
 
@@ -207,7 +205,7 @@ def check_aliases(aliases: Mapping[str, str], excluded: Iterable[str], names: se
     left_out = set(excluded)
     for alias, name in aliases.items():
         if alias in names or name not in names | left_out:
-            raise CheckpointError(f"the alias {alias!r} of {name!r} refers to no parameter or buffer, or is a stored one itself")
+            raise CheckpointError(f"the alias {alias!r} of {name!r} refers to no parameter or buffer, or has the name of a stored one")
     if left_out & names:
         raise CheckpointError(f"parameter {min(left_out & names)} is stored, but listed as excluded")
 

@@ -38,7 +38,7 @@ _SCALER = frozenset({"scale", "dynamic", "good_steps", "tolerance"})
 
 
 def has_known_values(owner: object) -> bool:
-    """Return whether PyTorch or this package defines the class of an optimizer or scheduler, so that names of its values imply ranges."""
+    """Return whether PyTorch or this package defines the class of an optimizer or scheduler, so that its values' ranges are known."""
     return type(owner).__module__.partition(".")[0] in ("torch", "hf_zero")
 
 
@@ -145,7 +145,7 @@ def check_numbers(states: Sequence[tuple[int, str, Any]], ranges: bool) -> None:
                 raise CheckpointError(f"{where}: {key} is {shown(value)}, expected a finite number")
             kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
             if types.setdefault((group, key), kind) != kind:
-                raise CheckpointError(f"{where}: {key} is of type {kind}, but elsewhere in the index of {types[group, key]}")
+                raise CheckpointError(f"{where}: {key} has type {kind}, but type {types[group, key]} elsewhere in the index")
 
 
 def check_values(values: Any, where: str) -> None:

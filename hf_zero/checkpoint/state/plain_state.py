@@ -110,7 +110,7 @@ class _WholeParams:
         self._optimizer, self._states = optimizer, states
 
     def reason(self) -> str:
-        """Return why the states do not fit; "" if they do. All ranks find the same, because it depends on names and shapes alone."""
+        """Return why the optimizer cannot load the states; "" if it can. The same on all ranks: it depends on names and shapes only."""
         return _reason(self._optimizer, self._states, None)
 
     def apply(self) -> None:
@@ -140,7 +140,7 @@ class _Segments:
         self._known = {index: row_names(optimizer.inner, index) for index in range(len(optimizer.param_groups))}
 
     def reason(self) -> str:
-        """Return why the states do not fit; "" if they do. All ranks find the same, because it depends on names and shapes alone."""
+        """Return why the optimizer cannot load the states; "" if it can. The same on all ranks: it depends on names and shapes only."""
         return _reason(self._optimizer, self._states, self._rows)
 
     def _rows(self, slot: ParamSlot) -> dict[str, torch.Tensor]:

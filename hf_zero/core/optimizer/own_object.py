@@ -331,8 +331,8 @@ def _shown_pieces(inner: torch.optim.Optimizer) -> Iterator[None]:
         if type(param.grad) is torch.Tensor:
             param.grad = warns_of_norms(
                 param.grad,
-                "a gradient in a step pre-hook is that of a piece: the tensors in optimizer.param_groups are pieces of this rank's flat "
-                "masters, not parameters. Use engine.get_global_grad_norm(), or param.grad of the model's parameters between backward and "
+                "a gradient in a step pre-hook covers only a piece of it: optimizer.param_groups has pieces of this rank's flat masters. "
+                "Use engine.get_global_grad_norm(), or param.grad of the model's parameters between backward and "
                 'step() ("hf_zero": {"show_gradients": true})',
             )
     try:
@@ -440,7 +440,7 @@ class _ForeignSteps:
                 found = owner[0].layout.slots[owner[1]].name if owner is not None else noted_loose(param)[1]
                 raise StateError(
                     f"{name}.step(): {found} belongs to a model that was given to initialize() or accelerator.prepare() without an "
-                    "optimizer. No engine averages its gradients over the ranks, whose weights would drift apart. Give both in one call"
+                    "optimizer. No engine averages its gradients over the ranks, so their weights would differ. Pass both in one call"
                 )
 
     @staticmethod

@@ -39,12 +39,12 @@ class Foretold:
 
 
 class WatchedForward:
-    """The hook of one forward's outputs.
+    """The hook on the outputs of one forward.
 
     Attributes:
         block: Block of the forward; None when the model no longer exists, [Note: hooks of autograd hold nothing].
-        below: The forward watched before; None if there is none, or if the outputs above its node were freed (``_KeepsBelow``).
-        is_last: Whether the forward made no node after those of the outputs.
+        below: The previous watched forward; None if there is none, or if the outputs above its node were freed (``_KeepsBelow``).
+        is_last: Whether the forward made no autograd node after the nodes of its outputs.
         backward: Number of the last backward that it announced (with retain_graph there are several); set by the caller.
     """
 
@@ -62,7 +62,7 @@ class WatchedForward:
 
     @property
     def below(self) -> _Forward | None:
-        """Return the forward watched before."""
+        """Return the previous watched forward."""
         return None if self._below is None else self._below()
 
     def __call__(self, _grad: torch.Tensor) -> None:
@@ -73,7 +73,7 @@ class WatchedForward:
 
 @dataclasses.dataclass(frozen=True)
 class _KeepsBelow:
-    """The hook of the outputs whose nodes are above the node of the forward watched before: they alone keep it.
+    """The hook on outputs whose nodes are above the node of the previous watched forward: only these hooks keep it alive.
 
     A forward may also return tensors from below that node, as a model returns the keys and values of all its layers. A hook on one of them
     that referred to the node would close a cycle through autograd's graph, which Python's garbage collector cannot see.

@@ -177,8 +177,8 @@ class Accumulation:
         )
 
     def repeats(self) -> bool:
-        """Return whether a ``step`` without a backward since the last ``step`` completes an optimizer step, by the count; mark it as a
-        boundary.
+        """Return whether this ``step``, without a backward since the last one, completes an optimizer step by the count of calls; then
+        mark a boundary.
         """
         counts = self.managed and self._said is None and not self.broken and not self.held_back
         if not (counts and self._backwards and not self._awaits_step and self.next_is_boundary()):

@@ -265,7 +265,7 @@ def agree(collectives: Collectives, alike: Sequence[Alike], anywhere: Sequence[i
         anywhere: Numbers of this rank; the result is the maximum over ranks.
 
     Returns:
-        The largest of each of ``anywhere`` over all ranks.
+        For each number in ``anywhere``, its maximum over all ranks.
     """
     brought = [array("d", one.numbers).tobytes() for one in alike]
     digest = int.from_bytes(hashlib.blake2b(b"".join(brought), digest_size=3).digest(), "big")

@@ -191,16 +191,16 @@ class StepWatch:
     samples: tuple[int, int]
 
     def loss_message(self, device: torch.device) -> torch.Tensor | None:
-        """Return what the ranks add up for the loss, see ``StepSum.message``; None if no losses are compared."""
+        """Return this rank's message about the loss, which ranks sum, see ``StepSum.message``; None if no losses are compared."""
         return self.spikes.loss.message(device) if self.spikes.losses.factor else None
 
     def skips(self, norm: torch.Tensor, message: torch.Tensor | None, world: int) -> bool:
-        """Return whether the update is not made because the step is a spike.
+        """Return whether the engine must skip the update because the step is a spike.
 
         Args:
             norm: Gradient norm, 0-dim.
             message: The sum of ``loss_message`` over ranks.
-            world: Number of these ranks.
+            world: Number of ranks in the sum.
         """
         numbers = norm.double().reshape(1) if message is None else torch.cat([norm.double().reshape(1), message])
         measured, *loss = numbers.tolist()

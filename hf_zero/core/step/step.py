@@ -199,8 +199,8 @@ class Stepper:
         """
         if self._parts is not None or type(self) is not Stepper:
             raise UnsupportedError(
-                "the norm of some of the gradients is not supported with tensor, expert or pipeline parallelism, nor with OneBitAdam: pass "
-                "all parameters of the model"
+                "the norm of only some gradients is not supported with tensor, expert or pipeline parallelism or OneBitAdam: pass all "
+                "parameters of the model"
             )
         return global_norm(pieces, self.collectives, self.settings.stage.optimizer_sharded, None, self.optimizer.state_store.threads)
 

@@ -36,13 +36,13 @@ class UntrainedGradients:
         return [param for _, param in self._trained.untrained() if id(param) in ids]
 
     def of(self, ids: Collection[int]) -> list[tuple[str, nn.Parameter, torch.Tensor]]:
-        """Return name, parameter and gradient of those that have one on this rank and whose id is in ``ids``; local."""
+        """Return name, parameter and gradient of parameters that have a gradient on this rank and whose id is in ``ids``; local."""
         named = [(name, param) for name, param in self._trained.untrained() if id(param) in ids]
         grads = gradients_of([param for _, param in named])
         return [(name, param, grad) for (name, param), grad in zip(named, grads, strict=True) if grad is not None]
 
     def waits(self) -> bool:
-        """Return whether a gradient is to be averaged; local."""
+        """Return whether this rank has an untrained parameter's gradient to average; local."""
         if self._network.world == 1 or not self._trained.may_leave_out:
             return False
         self._trained.look()

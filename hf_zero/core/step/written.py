@@ -105,7 +105,7 @@ def note_added(reducer: Reducer, factor: float) -> None:
     """Record the written gradients to which the coming backward will add, if the sum would differ from PyTorch's; local.
 
     [Note: a gradient written between micro-steps] In plain PyTorch a written gradient replaces those of earlier micro-steps, and the next
-    backward adds to it. Here the earlier ones are already in the sums, which may be sharded: the step raises.
+    backward adds to it. Here the sums, which may be sharded, already contain the earlier gradients: the step raises.
 
     Args:
         reducer: Reducer of all trained units.

@@ -125,7 +125,7 @@ def shown_part(param: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
         return own
     return warns_of_norms(
         own,
-        f"{joins[param][1]}.grad is that of this rank's part {tuple(own.shape)} of {tuple(whole_shape(param) or own.shape)} (tensor "
+        f"{joins[param][1]}.grad covers only this rank's part {tuple(own.shape)} of {tuple(whole_shape(param) or own.shape)} (tensor "
         'parallelism, experts). With "hf_zero": {"show_gradients": true} in the configuration param.grad is the whole gradient; read it on '
         "all ranks",
     )

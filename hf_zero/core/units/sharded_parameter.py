@@ -216,7 +216,7 @@ class _Waiting:
         """Set a gradient, or remove it.
 
         Raises:
-            StateError: ``value`` has another shape than the parameter has now, and the engine does not take it.
+            StateError: The engine does not handle the write, and the shape of ``value`` differs from the parameter's present shape.
         """
         training = _training_of(self)
         if training is not None and training.write_gradient(*vars(self)[OWNER], value):

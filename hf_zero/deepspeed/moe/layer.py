@@ -241,8 +241,8 @@ def require_known_experts(model: nn.Module, ranks: int) -> None:
         if is_moe_param(param) and not is_expert(param) and group != _EVERYWHERE:
             raise UnsupportedError(
                 f"parameter {name} is marked allreduce=False (group_name {group!r}): its values differ between ranks, "
-                "but the engine would take rank 0's and average its gradient over all ranks. Use deepspeed.moe.layer.MoE or "
-                "expert_parallel (docs/experts.md); if every rank holds the same values, delete the mark"
+                "but the engine would copy rank 0's to all ranks and average its gradient over them. Use deepspeed.moe.layer.MoE or "
+                "expert_parallel (docs/experts.md); if every rank has the same values, remove the mark"
             )
 
 

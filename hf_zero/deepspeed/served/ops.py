@@ -206,14 +206,14 @@ def _warn_about_foreign_groups(owner: str, params: list[Any]) -> None:
     odd = sorted({key for group in groups for key in _WHOLE_TENSOR_KEYS if key in group})
     if odd:
         raise UnsupportedError(
-            f"{owner} got parameter groups of another optimizer (they hold {', '.join(odd)}): accelerate replaces an optimizer by Adam "
-            'when zero_optimization.offload_optimizer is set. Put "zero_force_ds_cpu_optimizer": false into the configuration to keep yours'
+            f"{owner} got param groups of another optimizer (they have {', '.join(odd)}): accelerate replaces an optimizer by Adam "
+            'when zero_optimization.offload_optimizer is set. To keep yours, set "zero_force_ds_cpu_optimizer": false in the configuration'
         )
     foreign = sorted({key for group in params if isinstance(group, dict) and "betas" not in group for key in _FOREIGN_KEYS if key in group})
     if foreign:
         warn_once(
-            f"{owner} takes over parameter groups of another optimizer (they hold {', '.join(foreign)}): accelerate does this when "
-            "zero_optimization.offload_optimizer is set; put zero_force_ds_cpu_optimizer: false into the configuration to keep yours"
+            f"{owner} replaces another optimizer (its param groups have {', '.join(foreign)}): accelerate does this when "
+            'zero_optimization.offload_optimizer is set. To keep yours, set "zero_force_ds_cpu_optimizer": false in the configuration'
         )
 
 
