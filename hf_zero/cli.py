@@ -264,7 +264,7 @@ def _explain_plan(options: argparse.Namespace) -> None:
 
 
 _NEXT_STEPS = """\
-hf_zero {version}: ZeRO training with DeepSpeed configuration files. `import deepspeed` is answered by {answered}.
+hf_zero {version}: ZeRO training with DeepSpeed configuration files. `import deepspeed` is served by {answered}.
 
 A script without Trainer    accelerate config             choose DeepSpeed
                             accelerate launch train.py

@@ -71,8 +71,8 @@ def refuse_float8(model: nn.Module) -> None:
     found = next((name for name, module in model.named_modules() if type(module).__name__ == _LAYER), None)
     if found is not None:
         raise UnsupportedError(
-            f"{found} is a {_LAYER} of torchao: its scales are those of a whole weight, and each rank of tensor parallelism would compute "
-            "others from its part. Use fp8 without tensor_parallel.autotp_size, or tensor parallelism with bf16"
+            f"{found} is a {_LAYER} of torchao: its scales belong to a whole weight, but each rank of tensor parallelism would compute "
+            "them from its part. Use fp8 without tensor_parallel.autotp_size, or tensor parallelism with bf16"
         )
 
 

@@ -190,7 +190,7 @@ class PartsBuilder:
         reports = reports_of(config, self.module, self.networks, runtime, units, optimizer, progress)
         checkpoints = EngineCheckpoints(policies.checkpoint_settings(config, optimizer is not None), self.collectives)
         if checkpoints.rewinds is not None and self.topology.pipe is not None:
-            raise ConfigError("hf_zero.spike_action is rewind, and a pipeline does not go back to snapshots; use skip")
+            raise ConfigError("hf_zero.spike_action is rewind, and a pipeline cannot restore snapshots; use skip")
         if config.hf_zero.show_gradients and self.topology.pipe is not None:
             raise ConfigError("hf_zero.show_gradients is true, and the stages of a pipeline have different parameters; remove it")
         spikes = policies.spikes_of(config)

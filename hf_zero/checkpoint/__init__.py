@@ -1,7 +1,7 @@
 """Save and load checkpoints; every rank writes its part, and any number of ranks at any ZeRO stage can load them.
 
 An engine calls ``engine_checkpoints``, which calls ``save`` and ``load``, ``snapshots`` for snapshots in host memory ([Note: a snapshot]),
-and ``rewinds`` to go back to one after a spike ([Note: a rewind]). ``contents`` plans the part of one rank: entries of named files, and
+and ``rewinds`` to restore one after a spike ([Note: a rewind]). ``contents`` plans the part of one rank: entries of named files, and
 records of the places of parameters in them. The subpackages, in the order in which they import each other:
 
 - ``format/``: the index ``index.json``: file names (``names``), records (``records``), values without pickle (``values``), arithmetic of

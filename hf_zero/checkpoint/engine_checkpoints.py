@@ -58,7 +58,7 @@ class CheckpointSettings:
         url: Place in an object store that replaces the local folders; empty for none.
         snapshot_steps: Optimizer steps between two snapshots in host memory; 0 for none.
         snapshot_folder: Folder that snapshots go to; empty for the system's shared memory.
-        rewinds: The engine goes back to saved states after spikes.
+        rewinds: Whether the engine restores saved states after spikes.
     """
 
     direct: bool
@@ -84,7 +84,7 @@ class EngineCheckpoints:
     Attributes:
         background: Writer beside the training loop; None when nothing is written in the background.
         snapshots: Snapshots in host memory; None when there are none.
-        rewinds: Ways back to saved states; None when the engine does not go back.
+        rewinds: Restores saved states after spikes; None if the configuration has no rewinds.
         batches: Batches that checkpoints hold the numbers of; None where the script alone knows its batches.
     """
 

@@ -96,7 +96,7 @@ def load_checkpoint(state: TrainingState, request: LoadRequest) -> Loaded | None
             place = place_of(request.load_dir)
             if not isinstance(place, Path):
                 raise CheckpointError(
-                    f"{what}: checkpoint.use_node_local_storage is true, and every node reaches this place; set it to false"
+                    f"{what}: checkpoint.use_node_local_storage is true, but all nodes share this storage; set it to false"
                 )
             here = Path(request.folder) if request.folder else node_local.find(net, what, place, request.tag)
             found = (raw(here), "") if here is not None else None

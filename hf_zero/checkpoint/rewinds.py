@@ -1,17 +1,15 @@
-"""Take an engine back to its newest saved state after a spike, and on with the batches after it.
+"""Restore an engine's newest saved state after a spike, and continue with the batches after the spike.
 
-[Note: a rewind] Steps s+1 to k follow the state that was saved at step s, and step k is a spike (``core/step/spikes.py``). The engine goes
-back: weights, masters, moments, averages, loss scale, schedulers, former norms and losses, and random generators are as they were at step
-s. The batches of steps s+1 to k are not taken again, and the counters that count batches (``global_steps``, ``global_samples``,
-``micro_steps``) go on from k. So a rewind is the same as if the updates of steps s+1 to k had been skipped, and these steps are added to
-``skipped_steps``. Position of the data, logs and monitors never go back, and a run that resumes from a later checkpoint takes the next
-batch as ever.
+[Note: a rewind] Steps s+1 to k follow the state that was saved at step s, and step k is a spike (``core/step/spikes.py``). The rewind
+restores weights, masters, moments, averages, loss scale, schedulers, former norms and losses, and random generators of step s. The batches
+of steps s+1 to k are not trained again, and the counters of batches (``global_steps``, ``global_samples``, ``micro_steps``) continue from
+k. So a rewind is the same as if the updates of steps s+1 to k had been skipped, and these steps are added to ``skipped_steps``. The
+position of the data, logs and monitors do not change, and a run that resumes from a later checkpoint reads the next batch as usual.
 
-The state of step s is the newest that a rewind in another process finds as well: the last snapshot, or a checkpoint that was saved or
-loaded after it. So a run that resumes from a checkpoint goes back to the same states as the run that wrote it, and no checkpoint is of
-steps that a rewind drops. A snapshot that is due waits for the one before it, where others are left out, so that it does not depend on time
-which states there are. A snapshot is due after each rewind: ranks that their launcher starts again go on after the batches that were left
-out.
+The state of step s is the newest that a rewind in another process would find too: the last snapshot, or a checkpoint that was saved or
+loaded after it. So a run that resumes from a checkpoint restores the same states as the run that wrote it, and no checkpoint contains
+steps that a rewind drops. A due snapshot waits until the previous one is written, while without rewinds it would be skipped; so the saved
+states do not depend on time. Each rewind requests a snapshot: if the launcher restarts the ranks, they continue after the skipped batches.
 """
 
 from __future__ import annotations
@@ -100,7 +98,7 @@ class Rewinds:
         self._since = steps if self._since is None else self._since
 
     def loaded(self, checkpoint: Saved | None, from_snapshot: bool = False) -> None:
-        """Record a load: all states that were saved before belong to other steps, or lack what was loaded.
+        """Record a load: states that were saved before it belong to other steps, or lack the loaded values.
 
         Args:
             checkpoint: The checkpoint; None if it does not hold the whole state that the engine has now.
@@ -111,7 +109,7 @@ class Rewinds:
     # -- going back -----------------------------------------------------------------------------------------------------
 
     def go_back(self, engine: Engine, state: TrainingState, snapshots: Snapshots | None, may_unpickle: bool) -> None:
-        """Take ``engine`` back to the newest saved state; leave it as it is, with a line in the log, if it cannot go back. Collective.
+        """Restore the newest saved state of ``engine``; if there is none to restore, log this and change nothing. Collective.
 
         Args:
             engine: The engine, after the step that is a spike, whose update was not made.
@@ -126,15 +124,15 @@ class Rewinds:
         step = progress.global_steps
         found = self._newest(net, snapshots)
         if found is None:
-            log_rank0("step=%d: no snapshot or checkpoint is there to go back to, so this update alone is skipped", step)
+            log_rank0("step=%d: there is no snapshot or checkpoint to restore, so only this update is skipped", step)
             return
         what = f"going back to {found.name}"
         counters = agreement.on_first(net, what, lambda: _counters_of(found))
         updates = counters["global_steps"] - counters["skipped_steps"]
         if not spikes.may_rewind(updates):
             log_rank0(
-                "step=%d: the last %d spikes were all followed by a return to the weights of step %d, so this update alone is skipped. If "
-                "spikes go on, start from an older checkpoint, with a lower learning rate",
+                "step=%d: after each of the last %d spikes the weights of step %d were restored, so now only this update is skipped. If "
+                "spikes continue, start from an older checkpoint, with a lower learning rate",
                 *(step, MOST_REWINDS, counters["global_steps"]),
             )
             return
@@ -154,9 +152,9 @@ class Rewinds:
         progress.skipped_steps = counters["skipped_steps"] + step - counters["global_steps"]
         spikes.rewound(rewinds, updates, step, measured)
         if snapshots is not None:
-            snapshots.want()  # ranks that are started again do not take the batches before it once more
+            snapshots.want()  # so restarted ranks do not train the batches before it again
         log_rank0(
-            "step=%d: back to %s; the batches of steps %d to %d are left out, and the next batch follows",
+            "step=%d: restored %s; the batches of steps %d to %d are skipped, and training continues",
             step,
             found.name,
             found.steps + 1,

@@ -177,14 +177,14 @@ def _check_rewind(data: dict[str, Any], problems: Problems) -> None:
     if own.get("spike_action") != "rewind":
         return
     if not own.get("snapshot_steps"):
-        text = "is 'rewind' and `hf_zero.snapshot_steps` is 0, so there is nothing to go back to; set that to a number of steps, such as 50"
+        text = "is 'rewind' and `hf_zero.snapshot_steps` is 0, so there is no snapshot to restore; set it to a number of steps, such as 50"
         problems.error(key, text)
     if not (own.get("spike_factor") or own.get("loss_spike_factor")):
         text = "is 'rewind', and `hf_zero.spike_factor` and `hf_zero.loss_spike_factor` are 0, so nothing is a spike; set one of them"
         problems.error(key, text)
     stages = (data.get("pipeline") or {}).get("stages")
     if isinstance(stages, int) and stages > 1:
-        problems.refuse(key, "rewind", f"and `pipeline.stages` is {stages}: a pipeline does not go back to snapshots; use skip")
+        problems.refuse(key, "rewind", f"and `pipeline.stages` is {stages}: a pipeline cannot restore snapshots; use skip")
 
 
 def _check_axes(data: dict[str, Any], problems: Problems) -> None:

@@ -173,6 +173,6 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     for key, value in pairs:
         if key in block:
             first, second = (MASK if is_secret(key) else show(found) for found in (block[key], value))
-            raise ConfigError(f"The key `{show(key)[1:-1]}` stands twice in one block, as {first} and {second}; keep one")
+            raise ConfigError(f"The key `{show(key)[1:-1]}` occurs twice in one block, as {first} and {second}; keep one")
         block[key] = value
     return block

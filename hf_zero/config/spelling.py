@@ -61,7 +61,7 @@ class Speller:
         if raw.get("aio") is not None:
             self.problems.error(here, "and `aio` are two places of the same block; keep `aio`")
         else:
-            self.problems.warn(here, "is read as the block `aio`, which stands beside `zero_optimization`; move it there")
+            self.problems.warn(here, "is read as the block `aio`, which belongs beside `zero_optimization`; move it there")
         return {"aio": zero["aio"], **raw, "zero_optimization": {key: value for key, value in zero.items() if key != "aio"}}
 
     def _section(self, raw: Mapping[str, Any], section: type[Section], path: str, kind: Any) -> dict[str, Any]:
@@ -194,7 +194,7 @@ class Speller:
         elif guess:
             self.problems.error(key, f"is unknown; did you mean `{guess}`?")
         else:
-            self.problems.warn(key, "is ignored: it resembles no known key, so it is taken for one of your own")
+            self.problems.warn(key, "is ignored: it resembles no known key, so it counts as a key of your script")
 
 
 def truth(value: Any) -> bool | None:

@@ -50,7 +50,7 @@ class Checkpoints(Protocol):
 
     @property
     def rewinds(self) -> Any:
-        """Return the ways back to saved states; None if the engine does not go back."""
+        """Return the object that restores saved states after spikes; None without rewinds."""
 
     @property
     def snapshot_folder(self) -> str | None:

@@ -58,10 +58,10 @@ def load_snapshot(engine: ConfiguredEngine) -> tuple[str | None, dict[str, Any] 
 
 
 def rewind_also(engine: ConfiguredEngine, *objects: Any) -> None:
-    """Register schedulers, and other objects of the script, that go back together with the engine (``hf_zero.spike_action: "rewind"``).
+    """Register schedulers and other objects of the script that a rewind restores too (``hf_zero.spike_action: "rewind"``).
 
-    Schedulers that the engine steps, and those of Trainer or ``accelerator.prepare``, go back without it. Without ``rewind`` it changes
-    nothing.
+    Schedulers of the engine, of Trainer and of ``accelerator.prepare`` need no registration. Without ``rewind`` the function has no
+    effect.
 
     Args:
         engine: The engine.

@@ -206,15 +206,15 @@ def _clip_jointly(accelerator: Any, engines: Sequence[Engine], params: Sequence[
     given = {id(param) for param in params if param.requires_grad}
     if wanted != given or any(engine.stepper is None or engine.stepper.groups is not None for engine in engines):
         raise UnsupportedError(
-            f"clip_grad_norm_ was given {len(given)} parameters, of {len(engines)} models with engines and perhaps of others: by one norm "
-            f"these engines clip all {len(wanted)} parameters that they train, and no others. Clip each model by itself"
+            f"clip_grad_norm_ got {len(given)} parameters of {len(engines)} models with engines and perhaps of others, but these engines "
+            f"clip together only exactly the {len(wanted)} parameters that they train. Clip each model in its own call"
         )
     written = [norm for engine in engines if (norm := written_clipping(engine, accelerator.deepspeed_plugin)) is not None]
     if written and max_norm != math.inf:
         raise ConfigError(
             f"{CLIPPING} is {written[0]:g} in the configuration, by which each engine clips its own gradients, but clip_grad_norm_ was "
             f'given parameters of {len(engines)} models to clip at {max_norm:g} together. Write "auto" for the key (or remove it), or '
-            "clip each model by itself"
+            "clip each model in its own call"
         )
     norms: list[tuple[Engine, Loop, float]] = []
     for engine in engines:

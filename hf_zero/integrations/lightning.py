@@ -101,11 +101,11 @@ class ZeroStrategy(_ZeroArguments, _Trainer):
         """Create the process group on any device; skip the check for CUDA of Lightning's DeepSpeed strategy.
 
         Raises:
-            ConfigError: The configuration wants snapshots to go back to, and Lightning's Trainer takes none.
+            ConfigError: ``spike_action`` is rewind, which needs snapshots, and Lightning's Trainer takes none.
         """
         section = self.config.get("hf_zero")
         if isinstance(section, Mapping) and str(section.get("spike_action")).lower() == "rewind":
-            raise ConfigError("hf_zero.spike_action is rewind, and Lightning's Trainer takes no snapshots to go back to; use skip")
+            raise ConfigError("hf_zero.spike_action is rewind, but Lightning's Trainer takes no snapshots to restore; use skip")
         super(_Trainer, self).setup_environment()
 
     def setup_distributed(self) -> None:

@@ -118,7 +118,7 @@ def load_optimizer(function: Callable[..., None], strategy: Any, checkpoint: Any
     if reason:
         warn_once(
             f"the checkpoint's optimizer state was not loaded: {reason}. Weights and loops are those of the checkpoint; the optimizer "
-            "starts fresh. To resume its state too, use the optimizer and param groups of the run that was saved"
+            "starts without state. To resume its state too, use the optimizer and param groups of the run that was saved"
         )
 
 

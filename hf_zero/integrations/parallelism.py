@@ -203,7 +203,7 @@ def make_plugin(method: Callable[..., Any], plugin: Any, *args: Any, **kwargs: A
     if os.environ.get("ACCELERATE_USE_CPU", "").strip().lower() in ("1", "true", "yes", "y", "on", "t"):
         warn_once(
             f"a DeepSpeed plugin was made while ACCELERATE_USE_CPU is {os.environ['ACCELERATE_USE_CPU']}: accelerate and Trainer will "
-            "train with DDP, without ZeRO. Unset the variable; ZeRO trains on the CPU by itself if there is no accelerator"
+            "train with DDP, without ZeRO. Unset the variable; ZeRO uses the CPU if there is no accelerator"
         )
     from hf_zero.integrations import script_values  # imports the engine, which a program without a plugin does not need
 

@@ -115,7 +115,7 @@ def _require_own_loss(trainer: Any) -> None:
     given = [name for name, value in named.items() if value is not None]
     if given:
         raise UnsupportedError(
-            f"{' and '.join(given)} has no effect under sequence parallelism (sp_size {trainer.get_sp_size()}): transformers takes the "
-            "model's own loss of slices there. Use context parallelism instead, which computes losses from outputs of whole sequences "
+            f"{' and '.join(given)} has no effect under sequence parallelism (sp_size {trainer.get_sp_size()}): transformers uses the "
+            "model's own loss on slices there. Use context parallelism instead, which computes losses from outputs of whole sequences "
             f'("hf_zero": {{"context_parallel_size": {trainer.get_sp_size()}}} in the configuration, without sp_size), or leave it out'
         )

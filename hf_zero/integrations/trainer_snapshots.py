@@ -5,8 +5,8 @@ launcher has started the ranks again, ``Trainer.train`` finds a folder ``checkpo
 from any checkpoint, made from the snapshot: its state, the random states, maybe a scheduler. The engine loads the snapshot itself. A
 checkpoint of the output folder that is newer than the snapshot stays the choice.
 
-After a spike an engine may go back to a snapshot (``checkpoint/rewinds.py``). Trainer's own state needs no change then, because the step
-counts like any step whose update was skipped; a scheduler that Trainer or accelerate steps goes back with the engine.
+After a spike an engine may restore a snapshot (``checkpoint/rewinds.py``). Trainer's own state needs no change then, because the step
+counts like any step whose update was skipped; a scheduler that Trainer or accelerate steps is restored too.
 
 Trainer's small files of a checkpoint go to the store that ``hf_zero.checkpoint_url`` names, and old checkpoints there are deleted:
 [Note: a Trainer's files in a store]. ``Trainer._save_checkpoint`` runs on every rank; the ranks agree on the outcome.

@@ -130,10 +130,10 @@ def check(options: argparse.Namespace) -> None:
         if getattr(options, name) and options.launcher != "slurm":
             raise ConfigError(f"--{name} is for srun; remove it, or use --launcher slurm")
     if options.launcher in OVER_SSH and options.node_rank >= 0 and not options.no_ssh:
-        raise ConfigError(f"--node_rank starts the ranks of this host alone, and {named} those of all hosts; remove one of them")
+        raise ConfigError(f"--node_rank starts only the ranks of this host, but {named} the ranks of all hosts; remove one of them")
     if options.launcher == "standard" and options.force_multi and not options.no_ssh:
         raise ConfigError(
-            "--launcher standard starts the ranks of this host alone, and --force_multi those of all hosts; remove one of them"
+            "--launcher standard starts only the ranks of this host, but --force_multi the ranks of all hosts; remove one of them"
         )
     if options.launcher == "pdsh" and options.launcher_args:
         raise ConfigError(

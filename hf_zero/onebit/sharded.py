@@ -43,7 +43,7 @@ class OneBitSharded(ShardedOptimizer):
         for unit in self.units:
             if unit.master is not None and unit.master.dtype != torch.float32:
                 raise UnsupportedError(
-                    f"OneBitAdam needs fp32 masters, those of unit {unit.name} are {unit.master.dtype}: leave "
+                    f"OneBitAdam needs fp32 masters, but the master of unit {unit.name} is {unit.master.dtype}: leave "
                     "bf16_master_weights_and_grads and fp16_master_weights_and_grads at false"
                 )
 

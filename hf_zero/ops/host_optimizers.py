@@ -112,7 +112,7 @@ class HostOptimizer(torch.optim.Optimizer):
         groups = {id(param): group for group in self.param_groups for param in group["params"]}
         for param, grad, low in zip(params, grads, lows or [None] * len(params), strict=True):
             if id(param) not in groups:
-                raise HfZeroError(f"{type(self).__name__}.update: a tensor of shape {tuple(param.shape)} is none of its parameters")
+                raise HfZeroError(f"{type(self).__name__}.update: a tensor of shape {tuple(param.shape)} is not one of its parameters")
             self._update(groups[id(param)], param, grad, low, grad_factor, threads)
 
     def _update(

@@ -114,7 +114,7 @@ def _refusal(kind: type, reason: str, switch: str = "") -> UnsupportedError:
     switch = switch or f'Or set "{_ALLOW_KEY}": true to run it anyway, on each rank\'s parameters by themselves, with other results.'
     stage = " Or use stage 0, where every rank updates all parameters." if refused_reason(kind) is None else ""
     return UnsupportedError(
-        f"optimizer {kind.__name__} cannot run with ZeRO: {reason}. Each parameter is updated by itself here: use AdamW, Lion, SGD, "
+        f"optimizer {kind.__name__} cannot run with ZeRO: {reason}. The engine updates each parameter separately: use AdamW, Lion, SGD, "
         f"Adafactor, Muon, LAMB or another optimizer that allows it.{stage} {switch}"
     )
 

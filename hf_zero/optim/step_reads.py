@@ -44,8 +44,8 @@ def require_common_options(optimizer: torch.optim.Optimizer) -> None:
         names = (" and " if own else " or ").join(map(repr, own or lists))
         raise UnsupportedError(
             f"optimizer {type(optimizer).__name__} reads one entry of {names} for each of the {number} parameters of a param group, but "
-            "the engine's groups have flat parts of them, or those of one rank: give each value its own param group (parameters of one "
-            "value together, with one number in place of the list), or use an optimizer whose options hold for whole groups, such as AdamW"
+            "the engine's groups have flat parts of parameters, or only one rank's parameters: make one param group for each value, with a "
+            "number instead of the list, or use an optimizer whose options apply to whole groups, such as AdamW"
         )
 
 

@@ -309,6 +309,6 @@ def refuse(module: nn.Module, *_: Any) -> None:
         StateError: Always.
     """
     raise StateError(
-        f"{type(module).__name__} was called by itself, or without an engine, and only one stage of the pipeline holds it. Call the whole "
+        f"{type(module).__name__} was called alone, or without an engine, but only one stage of the pipeline has it. Call the whole "
         "model, prepared by an engine, on every rank; or bring all weights together with engine.save_16bit_model"
     )

@@ -121,7 +121,7 @@ def replan(skeleton: nn.Module, plan: PipelinePlan, inputs: Mapping[str, Any]) -
             held = ", ".join(map(str, plan.holders.get(name, ()))) or "no stage"
             raise UnsupportedError(
                 f"this call of {flow.model} ({', '.join(inputs)}) needs {name} on stage {stage} of {plan.stages}, which {held} holds. "
-                "Leave out the argument that leads there, or leave pipeline.stages out"
+                "Omit the argument that leads to this call, or remove pipeline.stages"
             )
     return replace(found, holders=plan.holders)
 
@@ -172,8 +172,8 @@ def _first_flow(copy: nn.Module, inputs: Mapping[str, Any] | None) -> Flow:
                 return flow
             error = error or ConfigError("it calls none of its repeated blocks")
     raise ConfigError(
-        f"{type(copy).__name__} does not run on tensors without values ({type(error).__name__}: {error}), so what goes from block to block "
-        f"is not known and it cannot be divided into stages. {_remedy(copy, inputs)}"
+        f"{type(copy).__name__} does not run on tensors without values ({type(error).__name__}: {error}), so tensors between its blocks "
+        f"are unknown and it cannot be divided into stages. {_remedy(copy, inputs)}"
     ) from error
 
 

@@ -104,7 +104,7 @@ def require_flags(options: argparse.Namespace, inputs: PlanInputs) -> None:
         raise ConfigError("--plot draws one configuration: plan the configuration that --fit --write DIR writes")
     for flag, given in (("offload-activations", options.offload_activations), ("every-n-layers", options.every_n_layers > 1)):
         if given:
-            raise ConfigError(f"--fit tries --{flag} by itself: leave the flag out")
+            raise ConfigError(f"--fit chooses --{flag}: remove the flag")
     cluster, limits = inputs.cluster, inputs.hardware
     if limits.memory is None and not (cluster.on_host and limits.host_memory is not None):
         raise ConfigError("--fit needs a memory limit: --memory, such as --memory 80GiB" + " (or --host-memory)" * cluster.on_host)

@@ -143,7 +143,7 @@ class ReplicaSampler(Sampler[int]):
         for _ in range(self._count):
             if not _source:
                 raise StateError(
-                    'ReplicaSampler has no engine to ask for the numbers of batches: set "hf_zero": {"replicas": "torchft"}, and iterate '
+                    'ReplicaSampler has no engine to get the numbers of batches from: set "hf_zero": {"replicas": "torchft"}, and iterate '
                     "over the loader after hf_zero.initialize or accelerator.prepare"
                 )
             number = _source[0].number(self._position, self._ahead)

@@ -136,7 +136,7 @@ class DividedForwards(BoundForwards):
         name = type(part).__name__
         if in_sliced_step():
             raise UnsupportedError(
-                f"context parallelism: {name} was called by itself inside maybe_context_parallel, with this rank's part of the tokens. "
+                f"context parallelism: {name} was called alone inside maybe_context_parallel, with this rank's part of the tokens. "
                 "Call the whole model there, or call this part outside, with whole sequences"
             )
         warn_once(

@@ -52,7 +52,7 @@ class OwnPositions:
         differs = own != given if mask is None or mask.dim() != 2 else (own != given) & mask.bool()
         if self._collectives.any_rank(bool(differs.any()), "position_ids"):
             raise StateError(
-                f"sequence parallelism: {self._name} counts positions its own way, and the position_ids of this forward are others. Give "
+                f"sequence parallelism: {self._name} computes its own positions, and position_ids of this forward differ from them. Give "
                 "the loader's batches without position_ids to UlyssesSPDataLoaderAdapter (accelerate does it in prepare) and pass its "
                 "slices on as they are"
             )

@@ -159,7 +159,7 @@ def _require_causal(model: nn.Module) -> None:
     parts = base.modules() if config is base.config else _text_parts(base)
     if any(getattr(part, "is_decoder", None) is False for part in parts) or getattr(config, "is_causal", True) is False:
         raise UnsupportedError(
-            f"sequence parallelism: attention of {name} sees later tokens, also those put at the end of sequences; make it with is_decoder="
+            f"sequence parallelism: attention of {name} sees later tokens, also padding at the end of sequences; create it with is_decoder="
             f"True (is_causal=True){_OTHER}"
         )
 

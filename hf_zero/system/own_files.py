@@ -189,7 +189,7 @@ def _mode_of(folder: Folder, name: str) -> int | None:
     if stat.S_ISLNK(found.st_mode):
         return None
     if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EEXIST, "it is no file, so no file can take its place; move it away", str(folder.path / name))
+        raise OSError(errno.EEXIST, "it is not a regular file, so a file cannot replace it; move it away", str(folder.path / name))
     return stat.S_IMODE(found.st_mode) & 0o777 if found.st_uid == os.geteuid() else None
 
 

@@ -265,7 +265,7 @@ class _Writer:
     def _parameter(self, value: Value) -> SplitParameter:
         divided = self.divide(value.dims)
         if divided is None:
-            raise StateError(f"tensor parallelism: {value.name} was found to be split, and none of its dimensions is")
+            raise StateError(f"tensor parallelism: {value.name} was found to be split, but none of its dimensions is split")
         return SplitParameter(list(value.shape), *divided)
 
     def split_locally(self, plan: TpPlan) -> None:

@@ -106,7 +106,7 @@ def split_model(
 def _require_same(module: nn.Module, section: Mapping[str, Any], axis: Topology | None) -> None:
     ranks, asked = ranks_of(module), section.get("autotp_size")
     if asked is not None and requested_ranks({"tensor_parallel": section}) != len(ranks):
-        raise ConfigError(f"the model is split over {len(ranks)} ranks, tensor_parallel.autotp_size asks for {asked}")
+        raise ConfigError(f"the model is split over {len(ranks)} ranks, but tensor_parallel.autotp_size is {asked}")
     if axis is None or axis.ranks != ranks:
         others = f"the mpu object says {list(axis.ranks)}" if axis is not None else "the mpu object names no model-parallel group"
         raise ConfigError(f"ranks {list(ranks)} hold the model together since tp_model_init, and {others}")

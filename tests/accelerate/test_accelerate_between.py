@@ -362,7 +362,7 @@ def _clipped_together(stage: int) -> None:
         for model, other in zip(models, plain, strict=True):
             _close(_weights(model), [param.detach() for param in other.parameters()], f"stage {stage}, clipped together")
         some = [*models[0].parameters(), next(models[1].parameters())]
-        with pytest.raises(UnsupportedError, match=r"of 2 models with engines.*Clip each model by itself"):
+        with pytest.raises(UnsupportedError, match=r"of 2 models with engines.*Clip each model in its own call"):
             accelerator.clip_grad_norm_(some, 1.0)
         for model in models:
             model.destroy()

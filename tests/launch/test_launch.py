@@ -230,7 +230,7 @@ def test_filters(capsys: pytest.CaptureFixture[str], hostfile: str) -> None:
         (["--node_rank", "2"], "--node_rank is 2"),
         (["--launcher", "slurm"], "the same number of ranks"),
         (["--launcher", "pdsh", "--launcher_args=-x"], "--launcher pdsh is ssh here"),
-        (["--launcher", "ssh", "--node_rank", "1"], "--node_rank starts the ranks of this host alone"),
+        (["--launcher", "ssh", "--node_rank", "1"], "--node_rank starts only the ranks of this host"),
         (["--launcher", "standard", "--force_multi"], "remove one of them"),
         (["--launcher", "openmpi", "--ssh_port", "22"], "--ssh_port is for ssh, which --launcher openmpi does not use"),
         (["--ssh_args", "'open"], '--ssh_args "\'open" cannot be split into words'),
@@ -373,7 +373,7 @@ def test_slots_are_counted_within_the_visible_devices(
     assert over_ssh[1].startswith("python ") and "CUDA_VISIBLE_DEVICES" in over_ssh[-1]
     for words, message in (
         (["--include", "localhost:4"], "localhost has no slot '4'; it has 0, 1, counted within CUDA_VISIBLE_DEVICES=4,GPU-5"),
-        (["--num_gpus", "3", "--include", "localhost:2"], "slot 2 of localhost is none of the devices of CUDA_VISIBLE_DEVICES=4,GPU-5"),
+        (["--num_gpus", "3", "--include", "localhost:2"], "localhost has no slot 2: slots are positions in CUDA_VISIBLE_DEVICES=4,GPU-5"),
     ):
         assert main(["launch", "--dry-run", *words, "train.py"]) == 1 and message in capsys.readouterr().err
     monkeypatch.setattr(os, "execve", lambda *_: None)

@@ -211,7 +211,7 @@ def test_host_adam_steps_a_subset_with_given_gradients() -> None:
     for param, other in zip(params, twins, strict=True):
         assert same_bits(param.detach(), other.detach())
     assert same_bits(lows[0], params[1].detach().bfloat16()) and params[1].grad is None
-    with pytest.raises(HfZeroError, match="none of its parameters"):
+    with pytest.raises(HfZeroError, match="not one of its parameters"):
         optimizer.update(twins[:1], grads[:1])
 
 

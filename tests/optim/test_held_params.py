@@ -106,6 +106,6 @@ def test_optimizers_that_cannot_have_whole_tensors_are_refused() -> None:
         needs_whole_tensors(Keeping(params), shards_only=True)
     optimizer: Any = Keeping(params)
     optimizer.head = params[0]
-    with pytest.raises(UnsupportedError, match="'head' is an attribute that belongs to single parameters"):
+    with pytest.raises(UnsupportedError, match="its attribute 'head' has values for single parameters"):
         needs_whole_tensors(optimizer)
     assert needs_whole_tensors(optimizer, all_here=True)

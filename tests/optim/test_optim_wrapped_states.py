@@ -177,7 +177,7 @@ def _errors(folder: Path) -> None:
     engine.destroy()
 
     for make, text in (
-        (_make("stand-in", block=64), r"has tensors of the shapes .* give it the block_size that it was saved with"),
+        (_make("stand-in", block=64), r"has tensors of the shapes .* set the block_size that it was saved with"),
         (_make("stand-in", block=65), r"as a Codes, and Momentum8bit keeps a Tensor"),
     ):
         model = _model()

@@ -48,7 +48,7 @@ def _reads(stage: int, whole: bool) -> None:
     for _ in range(2):
         engine.backward(engine(torch.ones(2, 4)).square().mean())
         if own.param_groups[0]["params"]:
-            with pytest.raises(StateError, match=r"asked for gradients of the tensors in optimizer.param_groups between backward and step"):
+            with pytest.raises(StateError, match=r"read gradients of the tensors in optimizer.param_groups between backward and step"):
                 own.first_step()
         with pytest.raises(StateError, match=r"SGD.step\(\): this optimizer belongs to one that an engine steps"):
             own.second_step()

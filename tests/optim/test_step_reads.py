@@ -147,7 +147,7 @@ def test_lists_by_parameter_are_refused_on_all_ranks(stage: int) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_gradients_read_through_a_closure_are_refused(stage: int, world: int) -> None:
-    ranks.run_ranks(_is_refused, world, _pairing, _config(stage), "Closured reads the gradients of the model's parameters in its step")
+    ranks.run_ranks(_is_refused, world, _pairing, _config(stage), "Closured reads the gradients of the model's parameters without")
 
 
 @pytest.mark.parametrize("more", [{}, {"gradient_accumulation_steps": 2}, {"gradient_clipping": 0.01}], ids=str)

@@ -189,7 +189,7 @@ def refuses() -> None:
     norm = engine.module.model.norm.weight
     if ranks.rank() == 0:
         norm.grad = torch.ones_like(norm)  # of a parameter that both ranks have whole
-    with pytest.raises(StateError, match=r"norm.weight.grad was written by hand on rank\(s\) 0 of 2 only"):
+    with pytest.raises(StateError, match=r"norm.weight.grad was written by the script on rank\(s\) 0 of 2 only"):
         engine.step()
 
 

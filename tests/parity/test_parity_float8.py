@@ -352,7 +352,7 @@ def _scales_of_a_step() -> None:
     ]
     assert compared[0][1::3] == [1, 1], "one comparison of all units after the update"
     assert compared[1][1] >= 12, "one for each gather"
-    assert "written while a part of the model ran by itself" in error and not silent
+    assert "written while a part of the model ran alone" in error and not silent
 
 
 def test_weights_gathered_as_float8() -> None:

@@ -89,7 +89,7 @@ def _case(folder: Path, run: Run, **own: Any) -> None:
         assert told.startswith(f"step={SPIKE + 1}: the {'loss' if 'loss_spike_factor' in own else 'gradient norm'}")
         assert f"samples {SPIKE * rows} to {(SPIKE + 1) * rows - 1} of the run" in told
         assert (
-            f"step={SPIKE + 1}: back to the snapshot of step 6; the batches of steps 7 to 8 are left out, and the next batch follows"
+            f"step={SPIKE + 1}: restored the snapshot of step 6; the batches of steps 7 to 8 are skipped, and training continues"
             in messages
         )
     assert engine.reports.measured["Train/Spike/step"] == SPIKE + 1 and engine.reports.measured["Train/Spike/back_to_step"] == 6
@@ -140,7 +140,7 @@ def _limit(folder: Path) -> None:
         engine = initialize(MLP.build(), run)
         _train(engine, list(range(STEPS)), large=(SPIKE, SPIKE + 2))
         assert engine.skipped_steps == 3, "steps 6, 7 and 9"
-        assert ranks.rank() or any("were all followed by a return to the weights of step 8" in line for line in messages)
+        assert ranks.rank() or any("spikes the weights of step 8 were restored" in line for line in messages)
         engine.destroy()
         model = MLP.build()
         first = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -148,7 +148,7 @@ def _limit(folder: Path) -> None:
         scheduler = torch.optim.lr_scheduler.LambdaLR(early.optimizer, lambda step: 1 / (1 + step))
         _train(early, list(range(9)))
         assert early.skipped_steps == 1
-        assert ranks.rank() or any("no snapshot or checkpoint is there to go back to" in line for line in messages)
+        assert ranks.rank() or any("there is no snapshot or checkpoint to restore" in line for line in messages)
         with pytest.raises(StateError, match="rewind_also"):
             early.save_checkpoint(folder / "unknown")
         with pytest.raises(TypeError, match="not int"):

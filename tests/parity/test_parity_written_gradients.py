@@ -159,7 +159,7 @@ def _refused_while_empty() -> None:
     with hf_zero.zero.GatheredParameters([weight]):
         assert type(weight) is nn.Parameter and type(copy.deepcopy(weight)) is nn.Parameter
         weight.grad = torch.ones(10, 6)
-    with pytest.raises(StateError, match=r"0\.weight\.grad was written by hand.*safe_set_full_grad"):
+    with pytest.raises(StateError, match=r"0\.weight\.grad was written by the script.*safe_set_full_grad"):
         engine.step()
     weight.grad = None
     assert isinstance(copy.deepcopy(weight), nn.Parameter) and copy.deepcopy(weight).ds_shape == (10, 6)
@@ -169,9 +169,9 @@ def _refused_while_empty() -> None:
 def test_what_cannot_be_taken_is_one_error_on_every_rank() -> None:
     ranks.run_ranks(_refused_while_empty, 2)
     for text in ranks.run_ranks(_refused, 2, 1, False):
-        assert "0.bias.grad was written by hand on rank(s) 1 of 2 only" in text
+        assert "0.bias.grad was written by the script on rank(s) 1 of 2 only" in text
     for text in ranks.run_ranks(_refused, 2, 3, True):
-        assert "0.bias.grad was written by hand" in text and "safe_set_full_grad" in text
+        assert "0.bias.grad was written by the script" in text and "safe_set_full_grad" in text
 
 
 def _seen() -> None:
@@ -185,7 +185,7 @@ def _seen() -> None:
         mean = torch.stack(own).mean(0)
         torch.testing.assert_close(hf_zero.utils.safe_get_full_grad(first), mean, msg=f"stage {stage}")
         assert first.grad is own[ranks.rank()], "a look takes nothing away"
-        with pytest.raises(StateError, match=r"0\.weight.*was written by hand.*safe_get_full_grad"):
+        with pytest.raises(StateError, match=r"0\.weight.*was written by the script.*safe_get_full_grad"):
             hf_zero.utils.safe_get_local_grad(first)
         hf_zero.utils.safe_update_full_grad_vectorized([first], lambda grad, _: grad * 2)
         torch.testing.assert_close(hf_zero.utils.safe_get_full_grad(first), 2 * mean, msg=f"stage {stage}")
@@ -223,7 +223,7 @@ def _seen_on_one_rank() -> str:
 
 def test_a_look_at_what_one_rank_has_written_is_one_error_on_every_rank() -> None:
     for text in ranks.run_ranks(_seen_on_one_rank, 2):
-        assert "0.weight.grad was written by hand on rank(s) 1 of 2 only" in text
+        assert "0.weight.grad was written by the script on rank(s) 1 of 2 only" in text
 
 
 def _between(who: tuple[int, ...]) -> None:
@@ -239,7 +239,7 @@ def _between(who: tuple[int, ...]) -> None:
         train(written, 0)
         if ranks.rank() in who:
             weight.grad = torch.ones_like(weight)
-        with pytest.raises(StateError, match=r"0\.weight\.grad was written by hand between the micro-steps"):
+        with pytest.raises(StateError, match=r"0\.weight\.grad was written by the script between micro-steps"):
             train(written, 1)
         written.zero_grad()
         for engine in (written, beside):

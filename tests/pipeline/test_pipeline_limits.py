@@ -49,7 +49,7 @@ def refusals() -> None:
     with pytest.raises(UnsupportedError, match="output_hidden_states"):
         engine(**batch, output_hidden_states=True)
     elsewhere = engine.module.model.layers[1 - ranks.rank()]
-    with pytest.raises(hf_zero.errors.StateError, match="only one stage of the pipeline holds it"):
+    with pytest.raises(hf_zero.errors.StateError, match="only one stage of the pipeline has it"):
         elsewhere(batch["input_ids"])
 
 
@@ -65,7 +65,7 @@ def after_destroy() -> None:
     assert float(case.forward(second, batch)) == expected
     second.destroy()
     assert [name for name, module in model.named_modules() if "forward" in module.__dict__] == names
-    with pytest.raises(hf_zero.errors.StateError, match="without an engine, and only one stage of the pipeline holds it"):
+    with pytest.raises(hf_zero.errors.StateError, match="without an engine, but only one stage of the pipeline has it"):
         case.forward(model, batch)
     third = parity.initialize(model, with_stages(Run(1), 2))
     assert float(case.forward(third, batch)) == expected

@@ -90,7 +90,7 @@ def test_explain_reads_the_same_files_with_the_same_bounds(tmp_path: Path, capsy
     (tmp_path / "config.json").symlink_to("/dev/zero")
     for words in (["explain", CONFIG, "--model", str(tmp_path)], ["explain", "--tp", "2", "--model", str(tmp_path)]):
         assert main(words) == 1
-        assert "it is a device, and a regular file is wanted" in capsys.readouterr().err
+        assert "it is a device; expected a regular file" in capsys.readouterr().err
 
 
 def changed(random: Random) -> dict[str, Any]:

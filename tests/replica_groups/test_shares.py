@@ -60,7 +60,7 @@ def test_the_sampler_of_each_rank_and_of_a_group_pass_through_the_data(monkeypat
     before = list(_source)
     try:
         _source.clear()
-        with pytest.raises(StateError, match="has no engine to ask"):
+        with pytest.raises(StateError, match="has no engine to get"):
             list(plain)
         serve_numbers(_Numbers())
         assert list(plain) == [6, 7, 8, 9, 10, 11, 18, 19, 20, 21, 22, 23], "batches 1 and 3 of four"

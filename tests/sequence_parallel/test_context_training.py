@@ -330,7 +330,7 @@ def test_what_cannot_be_divided_is_refused_by_name() -> None:
         "Mamba",
         "context parallelism: XGLMForCausalLM cannot be divided, because it does not call its attention",
         "T5ForConditionalGeneration is an encoder-decoder",
-        "divides the 3 attention heads",
+        "cannot divide the model's 3 attention heads",
         "3 ranks (pp x cp x sp x tp) are to share their samples; 1 or 2 or 4 would fit",
         "8 ranks (pp x cp x sp x tp) are to share their samples; 1 or 2 or 4 would fit",
     ]

@@ -52,7 +52,7 @@ def test_every_query_head_meets_its_key_head(ranks_: int, own: int, data: st.Dat
 
 
 def test_heads_that_do_not_divide_are_named() -> None:
-    with pytest.raises(ConfigError, match="over 4 ranks divides the 6 attention heads .* sizes that do: 1, 2, 3, 6"):
+    with pytest.raises(ConfigError, match="4 ranks cannot divide the model's 6 attention heads .* ranks: 1, 2, 3, 6"):
         key_heads(6, 2, 4)
 
 
@@ -266,7 +266,7 @@ def test_what_does_not_fit_is_refused_at_the_start() -> None:
         "- the sequence-parallel group of the mpu object: sp 2\n- sequence_parallel_size: sp 4",
         "is no model of transformers",
         "mesh_param is 'wide'",
-        "over 2 ranks divides the 3 attention heads",
+        "2 ranks cannot divide the model's 3 attention heads",
         "'flash_attention_2' and the model was made with attn_implementation='sdpa'",
         "is an encoder-decoder",
         "seq_length is not given",

@@ -76,7 +76,7 @@ def own_positions() -> list[tuple[float, float]]:
     state = UlyssesSPAttentionHF.register_with_transformers(model, None, 2, 2)
     assert state is not None
     slices = cut(Data(length=16).batch(0), ranks.rank(), 2)
-    with pytest.raises(StateError, match="RobertaForCausalLM counts positions its own way"):
+    with pytest.raises(StateError, match="RobertaForCausalLM computes its own positions"):
         loss_over_slices(model, slices, state.get_sequence_parallel_group())
     slices["position_ids"] = slices["position_ids"] + 2
     assert loss_over_slices(model, slices, state.get_sequence_parallel_group()).isfinite()
@@ -128,7 +128,7 @@ def test_what_slices_would_make_wrong_is_refused() -> None:
     texts = [
         "layerdrop of OPTForCausalLM is 0.1",
         "BertForMaskedLM is not a causal language",
-        "make it with is_decoder=True",
+        "create it with is_decoder=True",
         "output_router_logits",
     ]
     found = ranks.run_ranks(kinds, 2)

@@ -128,7 +128,7 @@ def test_what_disagrees_is_named() -> None:
     assert first[:3] == second[:3]
     assert "tp_size is 4, and tp_group has 2 ranks" in first[0]
     assert "- tensor_parallel.autotp_size: tp 2" in first[1] and "get_model_parallel_group()): tp 1" in first[1]
-    assert "the model is split over 2 ranks, tensor_parallel.autotp_size asks for 1" in first[2]
+    assert "the model is split over 2 ranks, but tensor_parallel.autotp_size is 1" in first[2]
     assert "- tp_model_init: tp 2" in first[3] and "get_model_parallel_group()): tp 1" in first[3]
 
 

@@ -139,7 +139,7 @@ def _source(folder: Path, files: Mapping[Path, set[str]], read: Callable[[Path],
         twice, missing = found.keys() & params.keys(), expected - found.keys()
         if twice or missing:
             problem = f"{min(twice)!r} is in another file too" if twice else f"it lacks {min(missing)!r}, which the index lists there"
-            raise CheckpointError(f"{path}: {problem}. Take another copy of the folder")
+            raise CheckpointError(f"{path}: {problem}. Download or copy the folder again")
         params.update(found)
     return Source(what=f"the model in {folder}", params=tuple(params[name] for name in sorted(params))).require_any()
 

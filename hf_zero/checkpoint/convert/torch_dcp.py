@@ -176,7 +176,7 @@ class _Reader:
                 self.values[name] = stored
         lost = sorted(set(self.states) - set(self.values))
         if lost and len(lost) == len(self.states):
-            warn_once(f"{folder} has optimizer states by number ({lost[0]}) instead of by parameter name; they are left out")
+            warn_once(f"{folder} has optimizer states by number ({lost[0]}) instead of by parameter name; they are not converted")
             self.states, self.settings, self.groups_item = {}, {}, None
         elif lost:
             raise CheckpointError(f"{folder} holds the optimizer state of {lost[0]}, but has no such parameter")

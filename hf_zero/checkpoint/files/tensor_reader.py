@@ -243,9 +243,7 @@ class RangeReader:
             found.pop("__metadata__", None)
             for tensor in found.keys() | record.tensors.keys():
                 if tensor not in found or tensor not in record.tensors or found[tensor] != _described(record, tensor):
-                    raise CheckpointError(
-                        f"{path}: its header says of tensor {tensor!r} {shown(found.get(tensor))}, not what the index says"
-                    )
+                    raise CheckpointError(f"{path}: its header describes tensor {tensor!r} as {shown(found.get(tensor))}, unlike the index")
         self._verified.add(name)
 
     def _read_tensor(self, source: Ranges, file: str, tensor: str, copies: list[Copy], ahead: _ReadAhead) -> None:
@@ -254,7 +252,7 @@ class RangeReader:
         numel = record.nbytes // itemsize
         last = max(copy.start + copy.target.numel() for copy in copies)
         if copies[0].start < 0 or last > numel:
-            raise CheckpointError(f"{self.folder / file}: elements {copies[0].start} to {last} of {tensor!r} wanted, it has {numel}")
+            raise CheckpointError(f"{self.folder / file}: elements {copies[0].start} to {last} of {tensor!r} requested, but it has {numel}")
         waiting = 0  # copies before this one are done
         if len(self._window) < min(WINDOW_BYTES, record.nbytes):
             self._window = bytearray(min(WINDOW_BYTES, record.nbytes))

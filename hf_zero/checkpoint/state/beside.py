@@ -1,6 +1,6 @@
-"""States that go back with an engine although no checkpoint format of the engine holds them: random generators, and objects of the script.
+"""States that are restored with an engine but are no part of its checkpoint format: random generators, and objects of the script.
 
-Random generators are Python's, NumPy's, torch's on the host and the device, and named states. A checkpoint of an engine that may go back
+Random generators are Python's, NumPy's, torch's on the host and the device, and named states. A checkpoint of an engine with rewinds
 (``spike_action: "rewind"``) holds these states in its client state, under a key of ours that no caller of ``load_checkpoint`` sees; a
 snapshot holds them beside the client state. Under the same key a replica group holds the numbers of the batches that are taken.
 """

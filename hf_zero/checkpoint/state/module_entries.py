@@ -45,7 +45,7 @@ def entries_of(model: nn.Module) -> dict[str, Any]:
         except Exception as error:  # any that a module's own code raises
             warn_once(
                 f"the state dict of module {name or 'the model'} cannot be made without its parameters ({type(error).__name__}: {error}): "
-                "what it adds beside parameters and buffers is not saved. Keep it in buffers, or in get_extra_state()"
+                "its entries other than parameters and buffers are not saved. Keep them in buffers, or in get_extra_state()"
             )
             continue
         kept = {key: value for key, value in own.items() if key not in stored and not key.startswith(packed)}
@@ -104,7 +104,7 @@ def load_own(name: str, module: nn.Module, values: Mapping[str, Any], known: set
                 raise CheckpointError(f"module {prefix.rstrip('.') or 'the model'} cannot load its state: {_shown(error)}") from error
             warn_once(
                 f"module {prefix.rstrip('.') or 'the model'} cannot load its state in its own way ({_shown(error)}): its parameters and "
-                "buffers are loaded by their names, what it adds to its state dict is not"
+                "buffers are loaded by their names; other entries of its state dict are not loaded"
             )
         for child, inner in part._modules.items():
             if inner is not None:

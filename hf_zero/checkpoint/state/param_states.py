@@ -184,7 +184,7 @@ def _fill(present: Mapping[str, torch.Tensor], saved: Mapping[str, Any], what: s
     found = {name: tuple(value.shape) for name, value in saved.items()}
     if shapes != found:
         raise CheckpointError(
-            f"{what} has tensors of the shapes {found} in the checkpoint, and {shapes} with the present optimizer: give it the block_size "
+            f"{what} has tensors of the shapes {found} in the checkpoint, and {shapes} with the present optimizer: set the block_size "
             "that it was saved with, or pass load_optimizer_states=False"
         )
     for name, value in present.items():

@@ -124,7 +124,7 @@ class OwnSettings(Section):
     spike_action: Annotated[Literal["log", "skip", "rewind"], ANY_CASE] = used(
         "log",
         "With spike_factor or loss_spike_factor: skip drops the gradients of such a step, as a step that overflows does; weights, moments "
-        "and the scheduler stay. rewind (with snapshot_steps) goes back to the newest snapshot or checkpoint and goes on with the batches "
+        "and the scheduler stay. rewind (with snapshot_steps) restores the newest snapshot or checkpoint and continues with the batches "
         "after the spike. After 10 spikes in succession the comparison starts again without former values. Checkpoints hold these values",
     )
     show_gradients: Bool = used(

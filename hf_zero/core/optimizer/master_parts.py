@@ -38,7 +38,7 @@ def _refuse_gradients(part: Any) -> None:
     """
     if _keeper(part).waits() and not quiet:
         raise StateError(
-            "a script asked for gradients of the tensors in optimizer.param_groups between backward and step(): they are parts of masters, "
+            "the script read gradients of the tensors in optimizer.param_groups between backward and step(): they are parts of masters, "
             "which have gradients only inside of step(). Do the work in step(), or use hf_zero.utils.safe_get_full_grad, or param.grad of "
             'the model\'s parameters ("hf_zero": {"show_gradients": true})'
         )

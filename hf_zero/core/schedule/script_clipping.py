@@ -71,8 +71,8 @@ def clip_by_norm(attached: Iterable[Any], params: list[torch.Tensor], max_norm: 
     known = set[int]().union(*(own for _, own in found))
     if any(grad is not None and key not in known for key, grad in own_grads.items()):
         raise UnsupportedError(
-            "torch.nn.utils.clip_grad_norm_ was given parameters of an engine, whose gradients wait for its step, together with others: "
-            "clip each by itself"
+            "torch.nn.utils.clip_grad_norm_ got parameters of an engine, whose gradients wait for its step, together with others: "
+            "clip them in separate calls"
         )
     first, *others = [waiting for waiting, _ in found]
     norms = [first.norm, *(waiting.norm.to(first.norm.device) for waiting in others)]

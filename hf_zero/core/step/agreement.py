@@ -315,7 +315,7 @@ def same_pace(micro_steps: int) -> Alike:
         raise StateError(
             f"the ranks have begun different numbers of micro-steps: {text}, so they would train on different batches. Either "
             "a rank skipped a batch because its loader is shorter (even_batches=False, a sampler that does not divide "
-            "evenly), or the script caught an exception in a forward or backward and went on. Give all ranks the same number "
+            "evenly), or the script caught an exception in a forward or backward and continued. Give all ranks the same number "
             "of batches, and let an exception end the run"
         )
 

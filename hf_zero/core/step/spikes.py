@@ -20,7 +20,7 @@ from hf_zero.observe import log_rank0
 WINDOW = 100  # largest number of earlier values that a new one is compared with
 LEAST = 20  # number of earlier values that are needed to detect a spike
 MOST_SKIPPED = 10  # number of consecutive spikes after which large values count as usual
-MOST_REWINDS = 3  # number of times that an engine goes back to the same weights
+MOST_REWINDS = 3  # number of times in succession that an engine restores the same weights
 ENDINGS = {"log": "The update is made", "skip": "The update is skipped", "rewind": "The update is not made"}
 
 
@@ -76,8 +76,8 @@ class Spikes:
         losses: The last losses. Multiples of a median of 0 or less mean nothing, so nothing is compared with it.
         loss: The loss of the coming step.
         consecutive: Number of spikes since the last step that was none.
-        rewinds: Number of times in succession that the engine went back to the same weights.
-        updates: Number of updates in these weights; -1 if it never went back.
+        rewinds: Number of times in succession that the engine restored the same weights.
+        updates: Number of updates in these weights; -1 before the first rewind.
         found_at: Step of the last spike; 0 if there was none.
         measured: Numbers of that spike, for monitors.
     """
@@ -144,15 +144,15 @@ class Spikes:
         return self.measured if step == self.found_at else {}
 
     def asks_to_rewind(self, step: int) -> bool:
-        """Return whether ``step`` was a spike after which the engine is to go back."""
+        """Return whether ``step`` was a spike after which the engine must restore a saved state."""
         return self.action == "rewind" and step == self.found_at
 
     def may_rewind(self, updates: int) -> bool:
-        """Return whether the engine may go back to weights with ``updates`` updates in them: not more than ``MOST_REWINDS`` times."""
+        """Return whether the engine may restore weights with ``updates`` updates: at most ``MOST_REWINDS`` times in succession."""
         return updates != self.updates or self.rewinds < MOST_REWINDS
 
     def rewound(self, rewinds: int, updates: int, step: int, measured: dict[str, float]) -> None:
-        """Record that the engine went back after the spike of ``step``; the norms and losses are loaded already."""
+        """Record that the engine has restored a state after the spike of ``step``; norms and losses are loaded already."""
         self.rewinds, self.updates = rewinds, updates
         self.found_at, self.measured = step, measured
 

@@ -124,7 +124,7 @@ def refuse_added(reducer: Reducer, collectives: Collectives) -> NoReturn:
     """
     by_rank: list[list[str]] = collectives.gather_objects(list(reducer.added_to), "written gradients")
     raise StateError(
-        f"{next(name for line in by_rank for name in line)}.grad was written by hand between the micro-steps of an optimizer step, and "
+        f"{next(name for line in by_rank for name in line)}.grad was written by the script between micro-steps of an optimizer step, and "
         "the next backward has added to it. The gradients of earlier micro-steps would count too, whereas in plain PyTorch the "
         "assignment replaces them. Write it after the last backward, before step(); zero_grad() drops the accumulated gradients"
     )
@@ -169,7 +169,7 @@ def _require_whole(by_rank: Sequence[Sequence[str]]) -> None:
     first = next((line[0] for line in by_rank if line), None)
     if first is not None:
         raise StateError(
-            f"{first}.grad was written by hand, and at stage 3 a rank has only parts of parameters. Call "
+            f"{first}.grad was written by the script, but at stage 3 a rank has only parts of parameters. Call "
             "hf_zero.utils.safe_set_full_grad(param, gradient) between backward and step(), or use stage 0, 1 or 2"
         )
 
@@ -186,7 +186,7 @@ def _require_same(by_rank: Sequence[Sequence[str]], held: Sequence[Container[str
         writers = [rank for rank in holders if name in by_rank[rank]]
         if writers != holders:
             raise StateError(
-                f"{name}.grad was written by hand on rank(s) {', '.join(map(str, writers))} of {len(by_rank)} only, but the engine "
+                f"{name}.grad was written by the script on rank(s) {', '.join(map(str, writers))} of {len(by_rank)} only, but the engine "
                 "averages gradients over all ranks: write the gradients of the same parameters on every rank, with zeros on ranks that "
                 "have nothing to add"
             )

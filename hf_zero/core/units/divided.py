@@ -208,7 +208,7 @@ class PartsInLoss:
             require_own_parts(inner)
             if inner in _partial and any(_is_foreign(hook) for hooks in _hooks_of(inner) for hook in hooks.values()):
                 warn_once(
-                    f"{_partial.pop(inner)}: values that a hook computes from all elements (a norm, a mean) are those of the part. To hook "
+                    f"{_partial.pop(inner)}: hooks that compute a value from all elements (norm, mean) see only this rank's part. To hook "
                     'the whole layer, keep it whole: tensor_parallel.partition_config.layer_specs, "partition_type": "skip"'
                 )
 

@@ -214,7 +214,7 @@ def build_blocks(
         The root first (even when empty), then the other blocks in the model's order; blocks without parameters are left out.
 
     Raises:
-        UnsupportedError: A module replaces its parameters when the model is asked for its modules.
+        UnsupportedError: A module replaces its parameters when the model lists its modules.
     """
     blocks = find_blocks(model, leaves)
     holders = lowest_modules(model)
@@ -244,7 +244,7 @@ def _refuse_replaced(members: Sequence[NamedParam], holders: Container[int]) -> 
     if replaced:
         module = replaced[0].rpartition(".")[0]
         raise UnsupportedError(
-            f"module {module} replaces its parameters by new ones each time the model is asked for its modules or runs ({len(replaced)} "
+            f"module {module} replaces its parameters by new ones each time the model runs or lists its modules ({len(replaced)} "
             f"parameters: {', '.join(replaced[:4])}), so they cannot be divided over the ranks (ZeRO stage 3). LoRA over "
             "torch.nn.MultiheadAttention does so: leave it out of target_modules, or use stage 0, 1 or 2"
         )

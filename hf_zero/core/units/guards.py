@@ -211,7 +211,7 @@ def _leave_alone(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
         if param is not None and is_elsewhere(param) and isinstance(entry, torch.Tensor) and entry.shape == whole_shape(param):
             state[name] = param  # the stages that hold it load the values
             warn_once(
-                "load_state_dict() of the whole model into a pipeline: each stage takes the values of its own layers, so every rank must "
+                "load_state_dict() of the whole model into a pipeline: each stage loads only its own layers, so every rank must "
                 "call it with the same values; a rank that loads alone changes its own stage only"
             )
         if param is None or not isinstance(entry, StandIn):

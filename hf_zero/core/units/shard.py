@@ -369,8 +369,8 @@ class Derived:
         if self.outdated:
             self.outdated = False
             raise StateError(
-                f"a parameter of {name} was written while a part of the model ran by itself, and gathered again before the ranks could "
-                "exchange this: its gather used the node's copy, or the float8 scales, of the previous values. Write it inside `with "
+                f"a parameter of {name} was written while a part of the model ran alone, and gathered before the ranks could exchange "
+                "the write: the gather used the node's copy, or the float8 scales, of the previous values. Write it inside `with "
                 "hf_zero.zero.GatheredParameters([parameter], modifier_rank=0):`"
             )
 

@@ -180,8 +180,8 @@ def alias_is_active() -> bool:
         return True
     if switch:
         raise ConfigError(
-            f"environment variable {SWITCH} is {os.environ[SWITCH]!r}; allowed are 1 (hf_zero answers `import deepspeed`), 0 "
-            "(it never does), and unset (it does if DeepSpeed is not installed)"
+            f"environment variable {SWITCH} is {os.environ[SWITCH]!r}; allowed are 1 (hf_zero serves `import deepspeed`), 0 "
+            "(it does not), and unset (it does if DeepSpeed is not installed)"
         )
     return not real_deepspeed_importable()
 
