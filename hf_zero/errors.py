@@ -60,11 +60,11 @@ class CollectiveError(HfZeroError, RuntimeError):
 
 
 class UnsupportedError(HfZeroError, NotImplementedError):
-    """Report a feature that exists elsewhere and is not provided here. Names it and what to use instead."""
+    """Report a feature that exists elsewhere and is not provided here. Names it and a replacement."""
 
 
 class CheckpointError(HfZeroError, RuntimeError):
-    """Report a checkpoint that cannot be written or read. Names the file, what was expected and what was found."""
+    """Report a checkpoint that cannot be written or read. Names the file, the expected and the found value."""
 
 
 class CheckpointArgumentError(CheckpointError, ValueError):
@@ -76,11 +76,11 @@ class StateError(HfZeroError, RuntimeError, AssertionError):
 
 
 class HostMemoryError(HfZeroError, MemoryError):
-    """Report that host memory is too small for offload. Names the bytes needed and free, whose limit it is, and what to do."""
+    """Report that host memory is too small for offload. Names the bytes needed and free, the source of the limit, and remedies."""
 
 
 class OffloadError(HfZeroError, OSError):
-    """Report a file of offloaded state that cannot be made, read or written. Names the path, the bytes and what the system said."""
+    """Report a file of offloaded state that cannot be made, read or written. Names the path, the bytes and the system's error."""
 
 
 PREEMPTED_STATUS = 75
@@ -88,7 +88,7 @@ PREEMPTED_STATUS = 75
 
 
 class Preempted(SystemExit):
-    """End the run with ``PREEMPTED_STATUS``: a signal asked for it, and all is saved. ``except Exception`` does not catch it."""
+    """End the run with ``PREEMPTED_STATUS`` after a signal and a complete save. ``except Exception`` does not catch it."""
 
     def __init__(self) -> None:
         super().__init__(PREEMPTED_STATUS)

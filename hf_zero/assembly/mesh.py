@@ -85,8 +85,8 @@ def expert_ranks(source: Mapping[str, Any], claims: Iterable[Claim] = ()) -> tup
 
 
 def pipeline_ranks(source: Mapping[str, Any], claims: Iterable[Claim] = ()) -> tuple[int, int]:
-    """Return the number of ranks that hold all layers between them, and this rank's position among them. The arguments and errors are
-    those of ``expert_ranks``.
+    """Return the number of ranks that together hold all layers, and this rank's position among them. Arguments and errors are those of
+    ``expert_ranks``.
     """
     mesh = _mesh_of_load(source, claims, "pp")
     return (mesh.pp, dist.get_rank() // (mesh.ranks // mesh.pp)) if mesh is not None else (1, 0)

@@ -109,7 +109,7 @@ class OutOfMemory:
         if not worth:
             yield "No change of the configuration would save at least 1 % of that: use a smaller model, or a device with more memory"
             return
-        asked = f" (the failed allocation asked for {gib(failure.asked)})" if failure.asked else ""
+        asked = f" (the failed allocation needed {gib(failure.asked)})" if failure.asked else ""
         yield f"On this rank, each of these changes would have saved memory{asked}:"
         for saving in worth:
             yield f"- {saving.change}: {gib(saving.nbytes)} ({saving.how})"

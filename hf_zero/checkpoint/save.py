@@ -318,7 +318,7 @@ class _Save:
 
     @cached_property
     def target(self) -> Target:
-        """Return where the save goes; made where an error is told to all ranks."""
+        """Return the target of the save; created where all ranks get an error of it."""
         return target_of(place_of(self.request.save_dir), self.request.tag, self.request.number)
 
     @property
@@ -367,7 +367,7 @@ class _Save:
         return records
 
     def remove_former(self) -> None:
-        """Remove what is left of the former checkpoint when every rank has taken its own files."""
+        """Remove the rest of the former checkpoint, after every rank has reused its own files of it."""
         if self.request.former:
             own_files.remove_private(Path(self.request.save_dir) / self.request.former)
 
@@ -387,7 +387,7 @@ class _Save:
 
 
 def _head(state: TrainingState, request: SaveRequest, values: _Values) -> Index:
-    """Return the index without what the other ranks add."""
+    """Return the index without the other ranks' entries."""
     fields = dict(values.fields)
     groups, common = fields.pop("groups"), fields.pop("common")
     name = type(state.optimizer.inner).__name__ if state.optimizer is not None else ""

@@ -231,7 +231,7 @@ class Snapshots:
         self._written = ""
 
     def _remove_older(self) -> None:
-        """Remove what killed saves have left, and all snapshots but the newest one that every rank knows to be complete. The files of the
+        """Remove remains of killed saves, and all snapshots except the newest one that every rank knows to be complete. The files of the
         one before it stay for ``take``, but it no longer counts as complete.
         """
         if not leads_node():
@@ -308,9 +308,9 @@ class Snapshots:
     # -- going on ------------------------------------------------------------------------------------------------------
 
     def loaded(self, tag: str, steps: int) -> None:
-        """Record that the engine goes on from the snapshot ``tag``, or from elsewhere if that is empty, at step ``steps``; local.
+        """Record that the engine continues from the snapshot ``tag`` ("" for another source) at step ``steps``; local.
 
-        All other snapshots are of steps that will be taken again; the next ``is_ready`` removes them.
+        All other snapshots belong to steps that will be repeated; the next ``is_ready`` removes them.
         """
         self._kept, self._older, self._written, self._looked_at = tag, "", "", steps
 

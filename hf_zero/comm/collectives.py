@@ -167,7 +167,7 @@ class Collectives(ABC):
         return self  # a process group cannot be copied
 
     def take_number(self) -> None:
-        """Set ``number``, and send from now on what graphs send over this process group."""
+        """Set ``number``; from now on this object runs the collectives that graphs issue over this process group."""
         self.number = _numbers.setdefault(getattr(self.topology.group, "group_name", None), len(_numbers))
         _networks[self.number] = [known for known in _networks.get(self.number, ()) if known() is not None] + [ref(self)]
 

@@ -122,7 +122,7 @@ def operations_named(names: Iterable[str]) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class CommsLogSettings:
-    """Settings of the comms log: which operations it records, and what it logs.
+    """Settings of the comms log: the operations that it records, and the content of its lines.
 
     Attributes:
         operations: Names of the collectives to record; None is all.

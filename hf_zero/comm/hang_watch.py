@@ -68,7 +68,7 @@ class LongWaits:
             _current.start()
 
     def stop(self) -> None:
-        """End this request. The thread goes on until the default group is destroyed: other ranks may ask where this one is."""
+        """End this request. The thread continues until the default group is destroyed: other ranks may ask for this rank's position."""
         if _current is not None:
             _current.owners.pop(self, None)
 
@@ -80,7 +80,7 @@ def _end() -> None:
 
 
 def current() -> HangWatch | None:
-    """Return the thread of this process that answers other ranks; None if there is none."""
+    """Return this process' thread that reports its position to waiting ranks; None if there is none."""
     return _current if _current is not None and _current.serves(default_store()) else None
 
 
@@ -145,7 +145,7 @@ class _Question:
 
 
 class HangWatch(threading.Thread):
-    """Thread that looks for long waits of this rank, and answers other ranks.
+    """Thread that detects long waits of this rank, and reports this rank's position to other waiting ranks.
 
     Args:
         store: Store in which the default group's ranks met; the thread ends with this group.

@@ -74,7 +74,7 @@ SOURCE_NAMES: frozenset[str] = frozenset(name for rule in AUTO_RULES.values() fo
 
 
 def filled(config: Mapping[str, Any], sources: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Return ``config`` without values "auto": each is replaced by the value of its source, or left out if ``sources`` lacks it.
+    """Return ``config`` without values "auto": each is replaced by the value of its source, or dropped if ``sources`` lacks it.
 
     Args:
         config: A configuration, or the block of it at ``path``.

@@ -260,7 +260,7 @@ def least(claims: Iterable[Claim]) -> Mesh:
 
 
 def require_shareable(claims: Sequence[Claim], ranks: int) -> dict[str, int]:
-    """Return the size of each axis that has a claim; raise what no further claim can mend.
+    """Return the size of each axis that has a claim; raise for conflicts that no further claim can resolve.
 
     Args:
         claims: Sizes that some of the sources give.

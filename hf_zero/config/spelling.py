@@ -204,7 +204,7 @@ def truth(value: Any) -> bool | None:
 
 
 def _example(value: Any, section: type[Section]) -> str:
-    """Return a block in JSON that means a ``value`` which stands in the place of the whole block (`"bf16": true`), or ""."""
+    """Return the JSON block that a single ``value`` in its place abbreviates (`"bf16": true`), or ""."""
     kinds: tuple[tuple[str, type], ...] = (("enabled", bool), ("stage", int), ("type", str), ("device", str))
     for name, kind in kinds:
         if name in section.model_fields and type(value) is kind:

@@ -136,7 +136,7 @@ class AveragedRows:
             self._move(name, self.loose.pop(name), places[name])
 
     def rename(self, changed: Sequence[tuple[UnitLayout, Unit]]) -> None:
-        """Let the rows of units follow changed names of parameters, given each unit with its former layout; local."""
+        """Update the rows of units after parameters were renamed, given each unit with its former layout; local."""
         for former, unit in changed:
             row = self._rows.pop(id(former), None)
             if row is not None:

@@ -390,7 +390,7 @@ class Engine(nn.Module):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Restore what ``save_checkpoint`` wrote, with any number of ranks and any stage; collective.
+        """Restore a checkpoint of ``save_checkpoint``, with any number of ranks and any stage; collective.
 
         Args:
             load_dir: Folder of all checkpoints of the run, or its URL in an object store.

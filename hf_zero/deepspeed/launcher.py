@@ -19,7 +19,7 @@ DEEPSPEED_ENVIRONMENT_NAME: str = os.environ.get("DS_ENV_FILE", ".deepspeed_env"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the `deepspeed` command of the package that answers `import deepspeed`, whichever of the two was installed last.
+    """Run the `deepspeed` command of the package that serves `import deepspeed`, whichever of the two was installed last.
 
     Args:
         arguments: Command line without the program's name; None uses that of the process.

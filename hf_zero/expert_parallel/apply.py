@@ -145,7 +145,7 @@ def _divide(layer: ExpertLayer, shares: Shares) -> None:
 
 
 def _join_for_losses(layer: ExpertLayer, shares: Shares) -> None:
-    """Let a loss read all experts of the parameters of ``layer``."""
+    """Show all experts of the parameters of ``layer`` to a loss."""
     counts = shares.shared is None or shares.shared.collectives.rank == 0
     voters = None if isinstance(layer, StackedExperts) else shares.collectives  # of a list, one rank holds all of a parameter
     adapted = chain.from_iterable(wrapper.named_parameters(recurse=True) for wrapper in getattr(layer, "adapters", ()))

@@ -23,7 +23,7 @@ from hf_zero.system.planning import has_values
 
 @dataclass
 class _Calls:
-    """The calls of experts in one forward of a layer: recorded in the first run, answered in the second.
+    """The calls of experts in one forward of a layer: recorded in the first run, given their results in the second.
 
     Attributes:
         noted: Index of the expert and tokens of each call.
@@ -83,7 +83,7 @@ class ListedLayer:
         return _tied(output, results) if torch.is_grad_enabled() and results.requires_grad else output
 
     def _stand_in(self, index: int, tokens: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Record or answer a call of expert ``index``; replaces its forward."""
+        """Record a call of expert ``index``, or return its result; replaces its forward."""
         if args or kwargs or not isinstance(tokens, torch.Tensor):
             raise UnsupportedError(
                 f"expert_parallel: {self._label} calls an expert with further arguments besides its tokens, but only tokens can be sent "

@@ -108,7 +108,7 @@ class ZeroPlugin(DeepSpeedPlugin):
             self._start_from_config(read_config(source), values, options)
 
     def _start_from_answers(self, values: dict[str, Any], options: PluginOptions) -> None:
-        """Let accelerate's plugin build its configuration from the launcher's answers, and overwrite it with the typed arguments."""
+        """Let accelerate's plugin build its configuration from the launcher's settings, and overwrite it with the typed arguments."""
         if "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL" not in os.environ:
             # The user did not answer this question, so a warning that the answer has no effect would be wrong.
             options.setdefault("zero3_save_16bit_model", True)
@@ -146,7 +146,7 @@ class ZeroPlugin(DeepSpeedPlugin):
             self.deepspeed_config["steps_per_print"] = steps_per_print
 
     def _deepspeed_config_checks(self) -> None:
-        """Accept a configuration in code together with the launcher's answers; accelerate's plugin would raise. Warn about the answers."""
+        """Accept a configuration in code together with the launcher's settings, with a warning; accelerate's plugin would raise."""
         if not self._config_in_code:
             super()._deepspeed_config_checks()
             return

@@ -200,7 +200,7 @@ def backward(method: Callable[..., None], precision: Any, tensor: Any, model: An
 
 
 def grad_norm(function: Callable[..., dict[str, Any]], module: Any, norm_type: Any, group_separator: str = "/") -> dict[str, Any]:
-    """Replace ``lightning.pytorch.utilities.grad_norm``, which finds no sharded gradient: use those that wait; collective then.
+    """Replace ``lightning.pytorch.utilities.grad_norm``, which finds no sharded gradient: use the engine's gradients; collective then.
 
     Returns:
         The norm of each gradient, averaged over ranks and without loss scale, and the norm of all, as Lightning's function does.

@@ -137,7 +137,7 @@ def _engine_of(trainer: Any) -> ConfiguredEngine | None:
 
 
 def train(function: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace ``Trainer.train``: stop recording signals when training ends, and go on from a snapshot that is newer than the checkpoint."""
+    """Replace ``Trainer.train``: stop recording signals when training ends, and resume from a snapshot newer than the checkpoint."""
     args, kwargs = trainer_snapshots.resume(trainer, args, kwargs)
     own = getattr(type(trainer), "_maybe_log_save_evaluate", None)
     if own is not None and not hasattr(own, "hf_zero_method"):  # a subclass has overridden it, perhaps without calling super()

@@ -1,4 +1,4 @@
-"""Take snapshots under Trainer, let a Trainer whose ranks were started again go on from the newest one, and send its files to a store.
+"""Take snapshots under Trainer, let a Trainer whose ranks were restarted continue from the newest one, and send its files to a store.
 
 [Note: a Trainer's snapshots] With ``hf_zero.snapshot_steps`` each rank's snapshot also holds Trainer's state, as client state. When the
 launcher has started the ranks again, ``Trainer.train`` finds a folder ``checkpoint-N`` beside the snapshots with the files that it reads
@@ -64,7 +64,7 @@ def take(trainer: Any, engine: Engine) -> None:
 
 
 def _state_of(trainer: Any) -> dict[str, Any]:
-    """Return what Trainer writes into its own files of a checkpoint, without random states; rank 0 has what is alike on all ranks.
+    """Return the content of Trainer's own files of a checkpoint, without random states; content that is equal on all ranks is on rank 0.
     Collective.
     """
     from accelerate.utils import DeepSpeedSchedulerWrapper

@@ -143,8 +143,8 @@ def check(options: argparse.Namespace) -> None:
 
 
 def uses_ssh(options: argparse.Namespace, hosts: list[Host]) -> bool:
-    """Return whether this command starts the ranks of ``hosts`` over ssh: several hosts, as DeepSpeed's launcher does, unless another
-    launcher or this host's part is asked for.
+    """Return whether this command starts the ranks of ``hosts`` over ssh: several hosts, as DeepSpeed's launcher does, unless a flag
+    selects another launcher or only this host.
     """
     if options.no_ssh or options.node_rank >= 0 or options.launcher not in ("", *OVER_SSH):
         return False

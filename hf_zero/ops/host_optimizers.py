@@ -230,7 +230,7 @@ class HostAdam(HostOptimizer):
 
     Raises:
         ValueError: A hyper-parameter out of its range.
-        UnsupportedError: A group asks for amsgrad.
+        UnsupportedError: A group has ``amsgrad``.
     """
 
     def __init__(

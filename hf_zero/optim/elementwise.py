@@ -325,7 +325,7 @@ def _large_rate(options: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Undecided:
-    """Decision about a class for which the probe finds no answer.
+    """Decision about a class for which the probe is inconclusive.
 
     Attributes:
         kind: The optimizer's class.

@@ -203,7 +203,7 @@ def _resolve_adagrad(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _drop_without_effect(values: dict[str, Any]) -> dict[str, Any]:
-    """Return ``values`` without the keys that have no effect here; warn where the user asked for another value than the one used."""
+    """Return ``values`` without the keys that have no effect here; warn where the user has set another value than the one used."""
     for key, (held, reason) in _WITHOUT_EFFECT.items():
         if key in values and boolean(f"{_SECTION}.{key}", values[key]) is not held:
             warn_once(f"{_SECTION}.{key} {values[key]!r} has no effect: {reason}.")

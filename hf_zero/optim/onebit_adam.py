@@ -89,7 +89,7 @@ class OneBitAdam(torch.optim.AdamW):
 
     @property
     def frozen_at(self) -> int | None:
-        """Return the last step of the warm-up; None while the warm-up goes on."""
+        """Return the last step of the warm-up; None during the warm-up."""
         return self.param_groups[0]["frozen_at"] if self.param_groups else None
 
     @property

@@ -22,7 +22,7 @@ _BY_ID, _BY_PLACE, _BY_NAME = "pid2config", "index2config", "module_weight_confi
 
 
 def keep_settings(optimizer: torch.optim.Optimizer) -> Callable[[Mapping[int, Sequence[Tensor]]], None]:
-    """Let ``optimizer``, and optimizers that it holds, find the settings of the model's parameters for tensors that take their place.
+    """Make ``optimizer``, and optimizers that it holds, find a parameter's settings for the tensor that replaces the parameter.
 
     Args:
         optimizer: The optimizer; its groups still hold the parameters of the model.
@@ -69,7 +69,7 @@ class OwnSettings:
         self.index2config = _Settings(self._by_place)
 
     def replaced(self, others: Mapping[int, Sequence[Tensor]]) -> None:
-        """Record tensors that were just made, by id of the parameter that they stand for."""
+        """Record tensors that were just created, by id of the parameter that each replaces."""
         for param, tensors in others.items():
             self._places.setdefault(param, (-1, param))  # added later: no position that another parameter could have
             for tensor in tensors:

@@ -57,7 +57,7 @@ def refuse_sharded_parameters(config: ZeroConfig) -> None:
     """Refuse ZeRO stage 3 beside a pipeline.
 
     Raises:
-        UnsupportedError: The configuration asks for stage 3.
+        UnsupportedError: The configuration has stage 3.
     """
     if config.zero_optimization.stage == 3:
         raise UnsupportedError(

@@ -346,7 +346,7 @@ def _operations(name: str, args: Any, kwargs: Any, outputs: list[torch.Tensor]) 
 
 
 class _Answers(TorchFunctionMode):
-    """Mode that gives functions which read values a made-up answer, and reports the read to the tracer."""
+    """Mode in which functions that read values return a made-up value; it reports each read to the tracer."""
 
     def __init__(self, tracer: FlowTracer) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ from hf_zero.tensor_parallel.trace import answer_function, plain_attention, plai
 
 
 class _Answers(TorchFunctionMode):
-    """Mode that gives functions which read values a made-up answer."""
+    """Mode in which functions that read values return a made-up value."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made_up = answer_function(func, args)
@@ -40,7 +40,7 @@ class Templates:
         self._placeholders: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
 
     def follow(self, model: nn.Module) -> None:
-        """Take over the element types of ``model``, which an engine may have cast, and its training mode."""
+        """Adopt the dtypes of ``model``, which an engine may have cast, and its training mode."""
         self._skeleton.train(model.training)
         own = {**dict(self._skeleton.named_parameters()), **dict(self._skeleton.named_buffers())}
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):

@@ -1,4 +1,4 @@
-"""Define the flags of ``hf-zero plan --fit``, run the search, and print its answer."""
+"""Define the flags of ``hf-zero plan --fit``, run the search, and print its result."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def require_flags(options: argparse.Namespace, inputs: PlanInputs) -> None:
 
 
 def run(options: argparse.Namespace, inputs: PlanInputs) -> int:
-    """Search, print the answer, and write the best configuration if ``--write`` is given.
+    """Search, print the result, and write the best configuration if ``--write`` is given.
 
     Returns:
         The exit status: 0 if a candidate fits, 1 if none does.

@@ -395,7 +395,7 @@ def choose_trainable(module: nn.Module, wish: str) -> nn.Module:
 
     Raises:
         ConfigError: ``wish`` has another form, or matches no parameter.
-        UnsupportedError: ``wish`` asks for LoRA, and PEFT is not installed.
+        UnsupportedError: ``wish`` requests LoRA, and PEFT is not installed.
     """
     kind, _, rest = wish.partition(":")
     if wish == "all":

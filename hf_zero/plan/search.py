@@ -33,7 +33,7 @@ from hf_zero.plan.candidates import STAGES, Candidate, Family, Layout, Tier, fam
 from hf_zero.plan.costs import Costs, Rates
 from hf_zero.plan.planner import Planner
 
-SHOWN = 5  # number of best candidates in the answer
+SHOWN = 5  # number of best candidates in the result
 _LARGE, _REFUSED, _BATCH, _SLOW, _NEEDLESS = "does not fit", "refused", "batch", "slower", "not needed"
 KINDS = {
     _LARGE: "does not fit",
@@ -119,7 +119,7 @@ class Search:
         self.time_bounds, self.memory_bounds = TimeBounds(self.planner, self.rates), MemoryBounds(self.planner)
 
     def run(self) -> Answer:
-        """Search all layouts, and return the answer.
+        """Search all layouts, and return the result.
 
         Raises:
             ConfigError: The engine refuses all candidates for the same reason.

@@ -94,7 +94,7 @@ def number_of_groups() -> int:
 
 
 def exchange_timeout() -> timedelta:
-    """Return how long an exchange with another group may take before that group is given up.
+    """Return the seconds that an exchange with another group may take before that group is dropped from the quorum.
 
     Raises:
         ConfigError: The variable of the environment is wrong.
@@ -266,7 +266,7 @@ class Quorum:
         return self._net.any_rank(self._manager.errored() is not None, "exchange with other replica groups")
 
     def give_up(self) -> None:
-        """Let the present quorum go, after a failure on a rank of this group; collective inside the group.
+        """Leave the present quorum after a failure on a rank of this group; collective inside the group.
 
         Closing the connections tells the other groups at once.
         """
@@ -279,9 +279,7 @@ class Quorum:
         )
 
     def vote(self) -> bool:
-        """Return whether all ranks of this group have what they need for the step; collective inside the group. If not, they leave the
-        quorum.
-        """
+        """Return whether all ranks of this group are ready for the step; if not, they leave the quorum. Collective inside the group."""
         agreed = bool(self._manager.should_commit())
         if not agreed:
             self._gloo.abort(errored=False)

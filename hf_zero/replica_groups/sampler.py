@@ -13,7 +13,7 @@ from hf_zero.replica_groups.quorum import number_of_groups
 
 
 class Shares:
-    """The batches of a run by their numbers: each is taken, or given to one group, or given back, or not yet given.
+    """The batches of a run by number: each is trained, assigned to one group, returned, or not assigned yet.
 
     Every group has the same object: it changes only when the groups agree (``give`` at the begin of a step, ``take`` at its end), and a
     group that receives the state of another one receives this too. A group is given batches some steps ahead, because loaders read ahead.
@@ -84,7 +84,7 @@ _source: list[Numbers] = []  # the replica groups of this process' engine
 
 
 def serve_numbers(source: Numbers) -> None:
-    """Let the samplers of this process ask ``source`` for numbers."""
+    """Make the samplers of this process get their batch numbers from ``source``."""
     _source[:] = [source]
 
 

@@ -1,4 +1,4 @@
-"""Ulysses sequence parallelism: the ranks of a group hold slices of the same sequences and trade heads for them in attention.
+"""Ulysses sequence parallelism: the ranks of a group hold slices of the same sequences and exchange heads for tokens in attention.
 
 ``sequence_parallel/``: the ranks of a group hold slices of the same sequences; the engine's data-parallel axis is all ranks of all
 groups, and only the batch arithmetic counts groups. ``heads`` (which heads a rank computes) → ``exchange`` (heads for sequences and back:

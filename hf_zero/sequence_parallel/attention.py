@@ -29,7 +29,7 @@ _SLICED = "_hf_zero_sliced"  # attribute of a module
 
 
 def trade_in_attention(implementation: str) -> None:
-    """Put a function in the place of ``implementation``'s that trades for the modules of sliced models and calls it for all others."""
+    """Replace ``implementation``'s function by one that exchanges heads for modules of sliced models, and calls the original for others."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
 
     present = functions.get(implementation)
@@ -48,7 +48,7 @@ def trade_in_attention(implementation: str) -> None:
 
 @contextmanager
 def standing_in(implementation: str, attend: Callable[..., Any]) -> Iterator[None]:
-    """Let ``attend`` stand in transformers' table for ``implementation``."""
+    """Register ``attend`` in transformers' table in place of ``implementation``."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
 
     before = functions.get(implementation)
@@ -186,7 +186,7 @@ def with_own_heads(
     """Return the attention of slices, (batch, slice, heads, width), that ``run`` computes for this rank's heads; collective.
 
     Args:
-        collectives: The ranks that trade heads for the tokens of all of them.
+        collectives: The ranks that exchange heads for tokens.
         run: Called as a function of transformers' table, with tensors of this rank's heads; (batch, tokens, heads, width).
         module: The attention module.
         query: (batch, heads, slice, width).
@@ -221,7 +221,7 @@ def _whole_mask(mask: Any, queries: int, keys: int) -> Any:
 
 
 class _OwnHeads:
-    """An attention module as a core function reads it, with this rank's part of what there is per head."""
+    """An attention module as a core function reads it, with this rank's part of values per head."""
 
     def __init__(self, module: nn.Module, changed: dict[str, Any]) -> None:
         self._module = module

@@ -124,12 +124,12 @@ class DividedForwards(BoundForwards):
             )
 
     def remove(self) -> None:
-        """Take the hooks off; sequences are whole again."""
+        """Remove the hooks; sequences are whole again."""
         super().remove()
         self._rotary.remove()
 
     def _begin_alone(self, part: nn.Module, _args: Any) -> None:
-        """Let a part of the model that is called by itself compute whole sequences, on every rank."""
+        """Make a part of the model that is called alone compute whole sequences, on every rank."""
         attention = sliced_attention(part)
         if self._open or attention is not self.attention:  # inside the model, or in a copy of it
             return
@@ -194,7 +194,7 @@ class DividedForwards(BoundForwards):
         return (), batch
 
     def _with_gradients(self, given: Batch) -> Batch:
-        """Return arguments of a forward, of which those that require a gradient get it from the parts of all ranks."""
+        """Return a forward's arguments; tensors that require a gradient get it from the parts of all ranks."""
         if not torch.is_grad_enabled():
             return given
         needs = {name: value for name, value in given.items() if isinstance(value, torch.Tensor) and value.requires_grad}

@@ -102,7 +102,7 @@ def _is_slice(tensor: torch.Tensor, layers: Layers) -> bool:
 
 
 class CutLayers:
-    """Hooks on the layers of one model and on what mixes tokens in them.
+    """Hooks on the layers of one model and on operations in them that mix tokens.
 
     Attributes:
         attention: State of the model's forwards over slices.

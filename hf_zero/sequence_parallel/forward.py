@@ -56,7 +56,7 @@ class Randomness:
             self._streams.append(_Stream.begin(get, put, torch.Generator(self._device), seed))
 
     def leave(self) -> None:
-        """Go on with the common stream."""
+        """Continue with the common stream."""
         streams, self._streams = self._streams, []
         drawn = any(stream.was_drawn_from() for stream in streams)
         for stream in streams:
@@ -108,7 +108,7 @@ class SliceSettings:
         implementation: Attention implementation of transformers; None takes the model's.
         whole_in_eval: Forwards in evaluation mode are over whole sequences, unless the tokens come from an adapter.
         length: Tokens of every whole sequence; None where they vary.
-        prepare: Puts the trading attention function in the place of ``implementation``'s.
+        prepare: Replaces ``implementation``'s attention function by the one that exchanges heads.
         stand_in: Returns a context in which another function stands there.
     """
 
@@ -142,7 +142,7 @@ class BoundForwards:
         self._hooks: list[RemovableHandle] = []
 
     def bind(self, model: nn.Module) -> None:
-        """Put the hooks around the forward of ``model``; those that it had, or a model inside it, are gone."""
+        """Register hooks around the forward of ``model``; earlier ones of it or of a model inside it are removed."""
         for part in model.modules():  # prepared again, or inside an adapter since
             before = _bound.pop(part, None)
             if before is not None:

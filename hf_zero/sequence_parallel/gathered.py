@@ -207,7 +207,7 @@ class ContextAttention(SlicedAttention):
     Attributes:
         layout: The division of sequences.
         across: The ranks whose keys and values are gathered.
-        inside: The ranks that trade heads first; None without sequence parallelism.
+        inside: The ranks that exchange heads first; None without sequence parallelism.
     """
 
     def __init__(self, model: nn.Module, layout: Layout, across: Collectives, inside: Collectives | None) -> None:

@@ -57,7 +57,7 @@ class DividedImages:
             _divided[owner] = self
 
     def remove(self) -> None:
-        """Let every rank encode all images again."""
+        """Make every rank encode all images again."""
         for owner in self._owners:
             if _divided.get(owner) is self:
                 _divided.pop(owner)

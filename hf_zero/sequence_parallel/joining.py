@@ -25,7 +25,7 @@ class Layout:
     inside, the ranks of each place divide what that place holds, in its order, and attention sees it whole.
     Attributes:
         collectives: The group: ``places * inside`` ranks.
-        places: Ranks, or groups of ranks that trade heads, with other tokens each; context parallelism.
+        places: Ranks, or groups of ranks that exchange heads, each with other tokens; context parallelism.
         inside: Ranks of one place; sequence parallelism.
         place: This rank's place.
     """

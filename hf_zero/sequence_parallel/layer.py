@@ -24,7 +24,7 @@ class DistributedAttention(nn.Module):
         sequence_process_group: The ranks that hold slices of the same sequences.
         scatter_idx: Dimension of the heads.
         gather_idx: Dimension of the sequence.
-        sp_stream: Refused unless None; trades are waited for where their result is read.
+        sp_stream: Must be None; an exchange is waited for where its result is read.
         num_kv_heads: Accepted; the key tensor has them.
     """
 
@@ -39,7 +39,7 @@ class DistributedAttention(nn.Module):
     ) -> None:
         super().__init__()
         if sp_stream is not None:
-            raise UnsupportedError("DistributedAttention(sp_stream=...): a stream of its own for the trade is not provided; leave it out")
+            raise UnsupportedError("DistributedAttention(sp_stream=...): no separate stream for the exchange; remove the argument")
         self.local_attn = local_attention
         self.spg = sequence_process_group
         self.scatter_idx = scatter_idx
@@ -107,7 +107,7 @@ def _joined(parts: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 class SeqAllToAll:
-    """The trade by itself, under DeepSpeed's name ``_SeqAllToAll`` and with its arguments."""
+    """The exchange of heads for tokens alone, with DeepSpeed's name ``_SeqAllToAll`` and arguments."""
 
     @staticmethod
     def apply(

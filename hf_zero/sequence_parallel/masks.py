@@ -165,7 +165,7 @@ class RowMasks(WholeMasks):
     def _rows(
         self, function: Callable[..., Any], causal: bool, *, q_length: int, kv_length: int, allow_is_causal_skip: bool = True, **kwargs: Any
     ) -> Any:
-        """Return what ``function`` of the table gives for the rows of this place; None where causality says it all."""
+        """Return the result of the table's ``function`` for the rows of this place; None where causality alone defines the mask."""
         local, padding = kwargs.get("local_size"), kwargs.get("attention_mask")
         is_full = padding is None or bool(padding.all())
         if allow_is_causal_skip and causal and is_full and (local is None or kv_length < local) and function.__name__ == "sdpa_mask":

@@ -64,7 +64,7 @@ class RingAttention(ContextAttention):
 
 
 def require_ring(model: nn.Module, implementation: str) -> None:
-    """Refuse models whose attention is not computed by the one function that "alltoall" stands for.
+    """Refuse models whose attention function is not the one that "alltoall" supports.
 
     Raises:
         UnsupportedError: It is another.

@@ -1,4 +1,4 @@
-"""Functions of transformers that pass states along the tokens, over slices: their heads or channels are traded for whole sequences.
+"""Functions of transformers that pass states along the tokens, over slices: their heads or channels are exchanged for whole sequences.
 
 [Note: sequence functions] Linear attention, gated delta rules, state-space layers and short convolutions of transformers call functions
 that stand for kernels, one per kernel, whose arguments every model shares. A recurrence computes each head (or channel) by itself:
@@ -100,7 +100,7 @@ def functions_in(modules: Iterable[ModuleType]) -> list[tuple[ModuleType, str, F
 
 
 def trade_in_functions(modules: Iterable[ModuleType]) -> None:
-    """Put functions in the place of those of the table that trade for slices under way, and call them as they are otherwise."""
+    """Replace functions of the table by ones that exchange heads during forwards over slices, and call the originals otherwise."""
     for module, name, function in functions_in(modules):
         if not hasattr(function, "_hf_zero_trades"):
             setattr(module, name, _dispatching(name, function))
@@ -127,7 +127,7 @@ def named(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def problem_of(name: str, given: dict[str, Any], ranks: int) -> str:
-    """Return why ``ranks`` cannot trade in this call; "" if they can."""
+    """Return why ``ranks`` cannot exchange heads in this call; "" if they can."""
     layout = RECURRENCES.get(name)
     if layout is None:
         return ""

@@ -188,7 +188,7 @@ def require_dividable(model: nn.Module, inside: int, implementation: str | None)
 
     Args:
         model: The model, or an adapter around it.
-        inside: Ranks that trade heads inside each place; 1 without sequence parallelism.
+        inside: Ranks that exchange heads inside each place; 1 without sequence parallelism.
         implementation: What the script asks for; None takes the model's.
 
     Raises:

@@ -3,7 +3,7 @@
 [Note: token flow] The tokens' dimension of the inputs is followed through the model as tensor parallelism follows heads
 (``tensor_parallel/symbolic_dims.py``). An operation that contracts that dimension, or needs all of it, mixes tokens, and so does one that
 meets a constant with one value per token (a table of positions, a triangle). Operations on tokens of all rows as one list (experts) do
-not: whatever mixed tokens there would mix samples. Attention of transformers' interface is one operation, for which heads can be traded.
+not: whatever mixed tokens there would mix samples. Attention of transformers' interface is one operation, for which heads can be exchanged.
 
 *Items* are the entries of the model's outermost lists of modules that see tokens: its layers. Before the first one sequences are whole,
 from there on they are cut; the module right below an item that mixes tokens (or the item itself) gets whole sequences.
@@ -61,8 +61,8 @@ class TokenFlow:
     Attributes:
         items: The model's layers, by path, in the order of their first call.
         mixers: Modules that need whole sequences, by path, and why.
-        heads: Modules whose attention trades heads, by path.
-        functions: Modules whose functions of the table trade, by path ([Note: sequence functions]).
+        heads: Modules whose attention exchanges heads, by path.
+        functions: Modules whose functions of the table exchange heads, by path ([Note: sequence functions]).
         last: Path of the item that is called last.
         last_calls: How often it is called.
         tail: Why what follows the last item needs whole sequences; "" where slices do.
@@ -121,7 +121,7 @@ class _TokenTracer(Tracer):
         return bool(places) and all(rows.intersection(leaves(value.dims[place])) for place in places)
 
     def _join_lengths(self, values: Iterable[Value]) -> None:
-        """Take for tokens what has their number, which nothing else in the model has."""
+        """Treat dimensions of the tokens' size as tokens; nothing else in the model has this size."""
         for value in values:
             for dim in value.dims:
                 if dim.size == self.tokens.size:
@@ -298,7 +298,7 @@ class _TokenTracer(Tracer):
 
 @contextmanager
 def _functions_stand_in(model: nn.Module, tracer: _TokenTracer) -> Iterator[None]:
-    """Let the functions of the table be operations of ``tracer``."""
+    """Make the functions of the table operations of ``tracer``."""
     found = functions_in(modules_of(model))
     for module, name, function in found:
         setattr(module, name, lambda *args, _name=name, _function=function, **kwargs: tracer.function(_name, _function, args, kwargs))

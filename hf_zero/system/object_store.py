@@ -482,7 +482,7 @@ Place = Path | ObjectPath
 
 
 def _code_of(error: Exception) -> str:
-    """Return the code of a store's answer, as text; "None" if it has none."""
+    """Return the code of a store's response, as text; "None" if it has none."""
     response = getattr(error.__cause__, "response", None)
     return str(response.get("Error", {}).get("Code") if isinstance(response, dict) else getattr(error, "code", None))
 

@@ -96,7 +96,7 @@ class Process:
 
 
 def leads_node() -> bool:
-    """Return whether this rank looks after what its node has once: it has the local rank 0, or no launcher."""
+    """Return whether this rank does its node's common tasks: it has the local rank 0, or no launcher."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 

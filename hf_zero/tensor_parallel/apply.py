@@ -243,7 +243,7 @@ def mark_buffers(model: nn.Module, topology: Topology) -> dict[str, TpShard]:
 
 
 def _refuse_attentions_of_parts(model: nn.Module, ranks: int) -> None:
-    """Let forwards of ``model`` raise an error where its result has attention probabilities of some heads alone.
+    """Make forwards of ``model`` raise an error if the result has attention probabilities of some heads only.
 
     Args:
         model: A model that ``ranks`` ranks have divided.

@@ -98,7 +98,7 @@ _LOCAL = {COLUMN: GATHERED, ROW: SCATTERED, VOCABULARY: VOCABULARY}
 
 @dataclass
 class Overrides:
-    """Splits that the user asks for, by path of linear layers.
+    """Splits that the user has requested, by path of linear layers.
 
     Attributes:
         whole: Layers that stay whole.

@@ -33,7 +33,7 @@ def make_plan(model: nn.Module, ranks: int, inputs: Inputs | None = None, overri
         model: Any model; values and device of its parameters do not matter.
         ranks: Size of a tensor-parallel group.
         inputs: Arguments of a call that runs all of the model; None makes them up for transformers' models.
-        overrides: Splits that the user asks for. A layer that the model's data flow splits differently is then split by itself. In a model
+        overrides: Splits that the user requests. A layer that the model's data flow splits differently is then split by itself. In a model
             that cannot be traced, only the layers they name are split, each by itself.
 
     Raises:

@@ -93,7 +93,7 @@ def check_stages() -> None:
         told[stage] = {found.change: found.nbytes for found in savings(engine, engine.resolved, failure)}
         where = ("forward", "backward", "step")[stage % 3]
         text = _raised(engine, where, torch.OutOfMemoryError(TEXT))
-        assert f"on rank {ranks.rank()} in {where}" in text and "(the failed allocation asked for 2.00 GiB)" not in text.splitlines()[0]
+        assert f"on rank {ranks.rank()} in {where}" in text and "(the failed allocation needed 2.00 GiB)" not in text.splitlines()[0]
         for kind in ("parameters", "masters", "moments"):
             assert f"{kind} " in text.splitlines()[1]
         engine.destroy()
@@ -194,7 +194,7 @@ def check_device() -> None:
     message = str(caught.value)
     first, second, *advice = message.splitlines()
     assert "out of memory: 4194304 bytes asked for" in first and "on the device" in second and "activations " in second
-    assert "(the failed allocation asked for 4.0 MiB)" in advice[0]
+    assert "(the failed allocation needed 4.0 MiB)" in advice[0]
     wanted = "train_micro_batch_size_per_gpu: 2 with gradient_accumulation_steps: 2"
     assert any(wanted in line for line in advice) and any("offload_optimizer.device: cpu" in line or "stage: 3" in line for line in advice)
     engine.destroy()

@@ -159,7 +159,7 @@ class Background:
     # -- the thread
 
     def start(self, task: Task, told: list[dict[str, Any]]) -> None:
-        """Begin to write; ``told`` has the description of every rank's share."""
+        """Begin to write; ``told`` has each rank's description of its share."""
         running = _Running(task.what, task.target)
         if isinstance(task.target, StoreSave):
             _wait_before_pools_end(running)
@@ -304,7 +304,7 @@ class _Running:
 
 
 class _ToldByRank(CheckpointError):
-    """Another rank's failure, as it told rank 0; it reports it itself when all ranks are asked."""
+    """Failure of another rank, as rank 0 received it; that rank raises its own error when all ranks check."""
 
 
 def _room(piece: Piece) -> int:

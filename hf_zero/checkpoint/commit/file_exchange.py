@@ -113,7 +113,7 @@ def _raise(problems: Sequence[OSError]) -> None:
 
 
 class _End:
-    """One end of the bytes of several files, one after the other; the first error is kept, and the bytes go on without it.
+    """One end of a stream of several files' bytes; it keeps its first error, after which the stream continues without files.
 
     Attributes:
         problem: The first error of the file system.

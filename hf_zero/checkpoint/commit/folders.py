@@ -114,7 +114,7 @@ def find_latest(load_dir: Place) -> Place | None:
 
 
 def require_no_mistaken_folder(load_dir: Place) -> None:
-    """Notice a folder without checkpoints that the caller has taken for another one: a run that goes on would begin anew.
+    """Raise or warn for a mistaken folder without checkpoints: a run that should continue would begin anew.
 
     Raises:
         CheckpointError: ``load_dir`` is a checkpoint itself, of hf_zero or DeepSpeed.

@@ -229,7 +229,7 @@ class StoreSave:
 
 
 def _at_once(*works: Callable[[], Any]) -> list[Any]:
-    """Return the results of functions that ask a store, which are called at the same time: one answer to wait for instead of several."""
+    """Call functions that query a store at the same time, and return their results: the caller waits for one round trip, not several."""
     with ThreadPoolExecutor(len(works), thread_name_prefix="hf_zero store") as pool:
         return list(pool.map(lambda work: work(), works))
 

@@ -150,7 +150,7 @@ def _place_of_engine(folder: Path) -> Place:
 
 
 def send(folder: Path, place: ObjectPath, names: Iterable[str]) -> None:
-    """Copy files of a Trainer's local folder to a store; files that do not exist are left out.
+    """Copy files of a Trainer's local folder to a store; files that do not exist are skipped.
 
     Raises:
         OSError: The store or the file system refuses.
@@ -180,7 +180,7 @@ def own_names(folder: Path, rank: int) -> list[str]:
 
 
 def _is_whole_in_store(place: ObjectPath) -> bool:
-    """Return whether a store has all that a run needs to go on from a Trainer's checkpoint."""
+    """Return whether a store has all files from which a run continues from a Trainer's checkpoint."""
     listed = place.listed()
     tag = read_latest(place) if listed.get(STATE_FILE) is not None else None
     found = complete_or_previous(place, tag) if tag is not None else None

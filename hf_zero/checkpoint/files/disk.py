@@ -39,7 +39,7 @@ _SYNC_FILE_RANGE_WRITE = 2
 
 
 class Disk:
-    """The files of one save, until ``sync``. Those that it has not seen are closed at the end of the ``with``.
+    """The files of one save, until ``sync``. The end of the ``with`` closes files that ``sync`` has not handled.
 
     [Note: past the page cache] A checkpoint is not read again soon, and copying it into the page cache takes the processor longer than
     a fast disk takes to store it. Large files are therefore written with O_DIRECT: from buffers of 4 MiB that are filled and summed
@@ -156,7 +156,7 @@ class Disk:
         return self._free.pop()
 
     def store(self, buffer: mmap.mmap, work: Callable[[], None]) -> None:
-        """Let ``work`` write the content of ``buffer``, which is free afterwards."""
+        """Submit ``work``, which writes the content of ``buffer``; the buffer is free afterwards."""
         if self._helpers is not None:
             self._pending.append((self._helpers.submit(work), buffer))
             return

@@ -299,7 +299,7 @@ def _described(file: FileRecord, tensor: str) -> dict[str, object]:
 
 
 class _ReadAhead:
-    """Has windows of a file fetched before they are asked for."""
+    """Prefetches windows of a file."""
 
     def __init__(self, source: Ranges, ranges: Iterator[tuple[int, int]]) -> None:
         self._source = source

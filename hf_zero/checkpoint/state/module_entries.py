@@ -26,7 +26,7 @@ _PLAIN = ("torch.nn.", "torch.distributed.algorithms._checkpoint.", "hf_zero.") 
 
 
 def entries_of(model: nn.Module) -> dict[str, Any]:
-    """Return what modules add to their state dicts beside parameters, buffers and extra state, by name in the state dict. Local.
+    """Return entries of modules' state dicts other than parameters, buffers and extra state, by name in the state dict. Local.
 
     An entry whose value is a view of a parameter is left out. A module whose state dict cannot be made gets a warning.
     """

@@ -240,7 +240,7 @@ class GroupsPlan:
             warn_once(f"the checkpoint has no optimizer state for {len(names)} parameters ({names[0]}, ...): their state starts from zero")
 
     def _warn_of_split_groups(self, sources: Sequence[int | None]) -> None:
-        """Warn of present param groups with different settings that all take over those of one saved group."""
+        """Warn of present param groups with different settings that all get the settings of one saved group."""
         first: dict[int, int] = {}
         for index, source in enumerate(sources):
             before = first.setdefault(source, index) if source is not None else index

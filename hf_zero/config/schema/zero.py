@@ -100,7 +100,7 @@ class LocoParam(Section):
 
 
 class ZeroOptimization(Section):
-    """`zero_optimization`. What ZeRO shards, offloads and gathers."""
+    """`zero_optimization`. Sharding, offload and gathering."""
 
     stage: Annotated[Int, Field(ge=0, le=3)] = used(0, "0 off; 1 optimizer states; 2 plus gradients; 3 plus parameters")
     contiguous_gradients: Bool = accepted(

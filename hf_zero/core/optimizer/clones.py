@@ -102,7 +102,7 @@ def take_attributes(optimizer: torch.optim.Optimizer, before: Sequence[dict[str,
 
 @contextmanager
 def unchanged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Restore what steps of clones inside the ``with`` change in place in attributes and options that they share with ``optimizer``."""
+    """Restore attributes and options of ``optimizer`` that steps of its clones inside the ``with`` change in place."""
     values = ChangedInPlace([optimizer, *nested_of(optimizer)])
     try:
         yield

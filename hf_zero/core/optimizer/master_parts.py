@@ -186,7 +186,7 @@ class MasterParts:
 
     @property
     def lends(self) -> bool:
-        """Return whether the script has asked for ``data`` of a part."""
+        """Return whether the script has read ``data`` of a part."""
         return bool(self._lent)
 
     def pause(self) -> None:

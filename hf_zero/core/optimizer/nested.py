@@ -57,7 +57,7 @@ def complete(optimizer: Optimizer) -> None:
 
 
 def join_states(optimizer: Optimizer) -> None:
-    """Let all optimizers that ``optimizer`` holds have its ``state``, see [Note: nested optimizers].
+    """Give all optimizers that ``optimizer`` holds its ``state``, see [Note: nested optimizers].
 
     Raises:
         ConfigError: Two of them keep different entries of a parameter under one name.
@@ -98,7 +98,7 @@ def _place(group: dict[str, Any], groups: Sequence[dict[str, Any]]) -> int | Non
 
 
 def name_states(optimizer: Optimizer) -> None:
-    """Let looks at ``optimizer.state`` find no states of the model's parameters."""
+    """Make reads of ``optimizer.state`` find no states of the model's parameters."""
     state: Any = optimizer.state
     if type(state) is defaultdict:
         set_state(optimizer, NamedStates(state.default_factory, state))

@@ -105,7 +105,7 @@ class OwnObject:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Let the methods be those of the optimizer's class inside, without hooks: the engine calls them."""
+        """Restore the methods of the optimizer's class inside the ``with``, without hooks: the engine calls them."""
         held = vars(self._inner).pop("step", None)
         self._updates = True
         self.parts.pause()
@@ -325,7 +325,7 @@ def _beneath(step: Any) -> Any:
 
 @contextmanager
 def _shown_pieces(inner: torch.optim.Optimizer) -> Iterator[None]:
-    """Let the gradients of pieces of flat shards warn of norms inside the ``with``."""
+    """Make gradients of pieces of flat shards warn if a norm of them is computed inside the ``with``."""
     params = [param for group in inner.param_groups for param in group["params"]]
     for param in params:
         if type(param.grad) is torch.Tensor:

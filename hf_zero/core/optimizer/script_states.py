@@ -23,7 +23,7 @@ def foreign_state(key: Any) -> str:
 
 
 class NamedStates(defaultdict[Any, Any]):
-    """``optimizer.state`` of an engine, which raises where a script asks for the state of a parameter of the model: it has none, and an
+    """``optimizer.state`` of an engine, which raises where a script reads the state of a model's parameter: it has none, and an
     empty one would hide that. The engine itself uses ``dict``'s methods.
     """
 

@@ -52,7 +52,7 @@ def _places(optimizer: torch.optim.Optimizer) -> list[tuple[Any, str]]:
 
 @contextmanager
 def deferred(optimizer: torch.optim.Optimizer, instead: Any = None) -> Iterator[None]:
-    """Let steps inside the ``with`` call no hook, or only the pre-step hook ``instead``. Others call the hooks of the script.
+    """Make steps inside the ``with`` call no hook, or only the pre-step hook ``instead``. Steps outside call the script's hooks.
 
     An engine may step parts of a script's optimizer one by one, and torch would call the hooks for each part. Post-step hooks wait until
     the model's parameters have their new values: values that a hook wrote to them before would be replaced by those of the masters.

@@ -273,7 +273,7 @@ def _parts(unit: Unit) -> dict[str, TpShard]:
 
 
 def _whole_param(unit: Unit, slot: ParamSlot) -> nn.Parameter:
-    """Return the tensor that stands for a parameter in the groups, with the attributes of the parameter that an optimizer may read."""
+    """Return the tensor that replaces a parameter in the groups, with the parameter's attributes that an optimizer may read."""
     made = nn.Parameter(_rest(unit, slot))
     own = unit.params[unit.layout.slots.index(slot)] if slot in unit.layout.slots else None
     if own is not None:  # the parameters of other ranks' experts are not here

@@ -94,7 +94,7 @@ class Collector:
 
     @property
     def late(self) -> bool:
-        """Return whether gradients were set aside."""
+        """Return whether gradients arrived after the unit's reduction had started."""
         return self._aside is not None
 
     def unused(self) -> list[str]:
@@ -230,7 +230,7 @@ class Collector:
             self._aside = late if self._aside is None else self._aside.add_(late)
 
     def take_late(self) -> torch.Tensor:
-        """Return the gradients that were set aside, (padded_numel,), in the accumulation dtype; zeros where this rank has none."""
+        """Return the late gradients, (padded_numel,), in the accumulation dtype; zeros where this rank has none."""
         self.flat, self._aside = self._aside, None
         if self.flat is not None:
             self._written = [True] * len(self._written)
@@ -339,7 +339,7 @@ class UnitGradients:
 
         Args:
             completes: The gradients complete an optimizer step.
-            late: Reduce the gradients that were set aside.
+            late: Reduce the late gradients.
         """
         if self._reduction is not None:
             raise StateError(f"unit {self.unit.name}: a reduction is in flight already")

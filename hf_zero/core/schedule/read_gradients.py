@@ -262,7 +262,7 @@ class ReadGradients:
                 unit.shard_part(served.index, entry.writable(served.index)).copy_(new)
 
     def forget(self, unit: Unit, index: int) -> None:
-        """Discard what a script has read of one parameter, because its gradient is replaced; local."""
+        """Discard the gradient that a script has read from one parameter, because it is replaced; local."""
         self._served.pop((id(unit), index), None)
 
     def forget_read(self) -> None:

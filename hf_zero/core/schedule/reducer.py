@@ -391,7 +391,7 @@ class Reducer:
         return mean.mul_(policy.post_scale)
 
     def _ask_for_late(self, error: str) -> Callable[[], list[bool]] | None:
-        """Set late gradients aside, and begin the vote on those of all ranks; None if another backward will.
+        """Collect late gradients, and begin the vote on all ranks' late gradients; None if another backward will.
 
         [Note: late gradients] Which gradients are late depends on a rank's data (a layer that is recomputed in pieces, whose number
         varies). So the ranks vote: at the end of each backward that unshards, whose duration hides the cost; otherwise at the end of the

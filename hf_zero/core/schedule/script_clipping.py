@@ -47,7 +47,7 @@ OnClip = Callable[[list[torch.Tensor], float | None], Waiting | None]
 
 
 def clip_by_norm(attached: Iterable[Any], params: list[torch.Tensor], max_norm: float, norm_type: float, total_norm: torch.Tensor) -> float:
-    """Let the engines that train ``params`` clip their gradients by the norm of all together, and write it to ``total_norm``; collective
+    """Make the engines that train ``params`` clip their gradients by the norm of all together, and write it to ``total_norm``; collective
     then.
 
     Args:
@@ -101,7 +101,7 @@ def clip_by_value(attached: Iterable[Any], params: list[torch.Tensor], limit: fl
 
 
 def _engines(attached: Iterable[Any], params: list[torch.Tensor], own_grads: dict[int, Any]) -> list[tuple[OnClip, set[int]]]:
-    """Return ``on_clip`` of each engine that trains some of ``params``, and the ids of what it trains.
+    """Return ``on_clip`` of each engine that trains some of ``params``, and the ids of the parameters it trains.
 
     The list is empty if all these gradients are as torch should clip them: visible, reduced, and without loss scale.
     """

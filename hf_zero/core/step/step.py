@@ -448,7 +448,7 @@ class Stepper:
         return factor, True
 
     def _prepare_update(self) -> None:
-        """Reshard what is unsharded, because masters are about to change."""
+        """Reshard unsharded units, because masters are about to change."""
         self.runtime.reshard_for_update()
         for unit in trained_of(self.optimizer.units):
             unit.derived.forget()  # an update that continues after the step does not notify it

@@ -161,7 +161,7 @@ class TrainedSet:
         return self._default_group is None and (self._some_left_out or self._registrations != _Registrations.count)
 
     def untrained(self) -> list[tuple[str, nn.Parameter]]:
-        """Return name and parameter of those that require a gradient and are in no param group, in the model's order, as of the last look;
+        """Return names and parameters that require a gradient and are in no param group, in the model's order, as of the last look;
         local.
         """
         if self._untrained is None:

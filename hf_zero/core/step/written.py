@@ -265,7 +265,7 @@ class WrittenValues:
         raise StateError("the ranks have written different parameters, see docs/parameters.md")
 
     def settle(self, noted: Sequence[int], collectives: Collectives) -> None:
-        """Compare the records of all ranks if ``noted``, the vote's answer to this object's, says that a rank has any; collective."""
+        """Compare the records of all ranks if ``noted``, the result of the vote, says that a rank has any; collective."""
         if any(noted):
             self.compare(collectives)
             if not self._apart:

@@ -222,7 +222,7 @@ class PartsInLoss:
         return bool(self._handles)
 
     def show(self) -> None:
-        """Let a loss compute with whole parameters from now on; local. Parameters that are sharded now do not change."""
+        """Show whole parameters to a loss from now on; local. Parameters that are sharded now do not change."""
         if not self._params:
             return
         self._set(DividedParameter)
@@ -234,7 +234,7 @@ class PartsInLoss:
             ]
 
     def rest(self) -> None:
-        """Let graphs of parts raise in backward from now on; local."""
+        """Make graphs of parts raise in backward from now on; local."""
         if self._params:
             self._forget()
             self._set(IdlePart)

@@ -118,7 +118,7 @@ def warns_of_norms(own: torch.Tensor, text: str) -> torch.Tensor:
 
 
 def shown_part(param: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """Return ``own``, the gradient of this rank's part of ``param``, as a script may see it where it does not ask for whole ones; ``own``
+    """Return ``own``, the gradient of this rank's part of ``param``, as a script sees it without ``show_gradients``; ``own``
     itself if ``param`` is not divided. Local.
     """
     if not joins or not is_divided(param) or type(own) is not torch.Tensor:  # a plan's tensors are of a class of torch's

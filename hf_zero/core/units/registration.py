@@ -149,7 +149,7 @@ def _foreign_state(itself: ref[Any]) -> dict[str, Any] | None:
 
 
 def _reduced(itself: ref[Any], protocol: Any) -> Any:
-    """Return what ``pickle`` writes of a parameter: an ordinary parameter with memory of its own, not that of its unit.
+    """Return the form in which ``pickle`` writes a parameter: an ordinary parameter with its own memory, not its unit's.
 
     Raises:
         StateError: The parameter is sharded.
@@ -218,7 +218,7 @@ _OF_HOOKS = ("_with_kwargs", "_always_called")  # dicts of torch by the number o
 
 
 def make_picklable(module: nn.Module) -> None:
-    """Let ``pickle`` and ``torch.save`` write ``module`` and the modules inside it without what an engine has put there.
+    """Make ``pickle`` and ``torch.save`` write ``module`` and the modules inside it without an engine's additions.
 
     [Note: plain pickles] A pickle looks up how to write an object on the object itself, so each module gets a method of its own. The
     parameters write their present values (``units/registration.py``); a sharded one raises an error that says how to gather it. Deep

@@ -183,7 +183,7 @@ quiet: list[None] = []  # not empty while code runs that wants gradients as torc
 
 @contextmanager
 def as_torch_has_it() -> Iterator[None]:
-    """Let ``param.grad`` be torch's own inside the ``with``: for code that clears gradients, or asks only whether there are any."""
+    """Make ``param.grad`` torch's own inside the ``with``: for code that clears gradients, or only checks whether one exists."""
     quiet.append(None)
     try:
         yield
@@ -296,7 +296,7 @@ class ShardedParameter(_Empty, nn.Parameter):
 
 @contextmanager
 def counting_whole() -> Iterator[None]:
-    """Let ``numel()`` of empty parameters be that of the whole parameters inside the ``with``: a library counts a model's parameters."""
+    """Make ``numel()`` of empty parameters return the whole size inside the ``with``: a library counts a model's parameters."""
     global _counts_whole
     before, _counts_whole = _counts_whole, True
     try:

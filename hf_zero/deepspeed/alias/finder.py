@@ -160,7 +160,7 @@ def _refusing_class(full_name: str) -> type:
 
 
 def alias_is_active() -> bool:
-    """Return whether hf_zero answers for `deepspeed` in this process.
+    """Return whether hf_zero serves `import deepspeed` in this process.
 
     If `deepspeed` is imported already, that module decides. Otherwise ``HF_ZERO=0`` turns the alias off, ``HF_ZERO=1`` or
     :func:`install_as_deepspeed` turn it on, and without them it is on if no other finder finds a real `deepspeed`.
@@ -234,7 +234,7 @@ def find_distributions() -> Iterator[importlib.metadata.Distribution]:
 
 
 def install_as_deepspeed() -> None:
-    """Make hf_zero answer as `deepspeed` in this process, whatever is installed and whatever value ``HF_ZERO`` has.
+    """Make hf_zero serve `import deepspeed` in this process, whatever is installed and whatever value ``HF_ZERO`` has.
 
     This is needed only if the start-up hook did not run (a source tree on ``PYTHONPATH``, a frozen application). It does nothing if the
     alias is imported already. Names that accelerate has not imported, because it found no deepspeed, are added to its modules.
