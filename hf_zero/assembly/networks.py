@@ -114,8 +114,8 @@ class Networks:
                 return topology.world
             if size > topology.world:  # the default of a program that was written for larger nodes
                 warn_once(
-                    f"{key} is {size}, more than the {topology.world} ranks that parameters are sharded over: it has no effect, because "
-                    "the shards of these ranks are such a copy"
+                    f"{key} is {size}, more than the {topology.world} ranks that parameters are sharded over, so it has no effect: the "
+                    "shards of these ranks already form a whole copy"
                 )
                 return topology.world
         if size == "node":

@@ -244,7 +244,7 @@ def _goes(target: str) -> str:
 
 
 def _by_limits(engine: Any, failure: Failure) -> Iterator[Saving]:
-    """Yield savings by lower limits: bytes that stage 3 unshards beyond the necessary ones."""
+    """Yield savings from lower limits of stage 3: gathered bytes beyond the necessary minimum."""
     if not engine.stage_policy.parameters_sharded:
         return
     largest = max((sum(unit.whole.nbytes for unit in block.units) for block in engine.runtime.blocks), default=0)

@@ -46,8 +46,8 @@ def announce(resolved: ResolvedConfig) -> None:
     unfilled = [f"{row.key} = {row.value}" for row in resolved.table() if row.source.startswith("default (auto") and row.key != MICRO]
     if unfilled:
         warn_once(
-            f'these keys are "auto", and nothing here gives them a value, so they have their defaults: {", ".join(unfilled)}. Only Trainer '
-            "and accelerate fill them, from their own arguments; write the values that you want"
+            f'these keys are "auto" without a source of a value, so their defaults are used: {", ".join(unfilled)}. Only Trainer and '
+            "accelerate fill them, from their own arguments; write the values that you want"
         )
     if resolved.config.log_level is not None:
         logger.setLevel(resolved.config.log_level.upper())

@@ -319,7 +319,7 @@ class _Place:
 
 
 class _Refused(ValueError):
-    """An error that names the file already."""
+    """An error whose message already names the file."""
 
 
 @contextmanager

@@ -164,8 +164,8 @@ class ZeroPlugin(DeepSpeedPlugin):
         """
         if self.asks_for not in (None, mixed_precision):
             raise ConfigError(
-                f"ZeroPlugin: mixed_precision is {self.asks_for!r}, and the Accelerator's is {mixed_precision!r}. Give both the same, or "
-                "leave it out in one; accelerate itself changes fp8 to fp16 on a GPU without products in float8 (before compute "
+                f"ZeroPlugin: mixed_precision is {self.asks_for!r}, and the Accelerator's is {mixed_precision!r}. Set both to the same "
+                "value, or only one; accelerate itself changes fp8 to fp16 on a GPU without products in float8 (before compute "
                 "capability 8.9)"
             )
         super().set_mixed_precision(mixed_precision)

@@ -65,7 +65,7 @@ def backward(function: Callable[..., Any], strategy: Any, *args: Any, **kwargs: 
 
 
 def init_deepspeed(function: Callable[[Any], None], strategy: Any) -> None:
-    """Make the engine as Lightning does, without its error about clipping by value: ``clip_gradients`` clips then."""
+    """Create the engine as Lightning does, but without its error about clipping by value, which ``clip_gradients`` does."""
     if not finder.alias_is_active():
         function(strategy)
         return

@@ -146,7 +146,7 @@ def require_divided(built: Engine) -> None:
     raise ConfigError(
         f"sequence_parallel_size is {size} in the configuration, but nothing divides the sequences of {type(model).__name__}: accelerate "
         f"and Trainer do it if ParallelismConfig(sp_size={size}) is given (parallelism_config=, or accelerate launch "
-        f"--parallelism_config_sp_size {size}). Give it too, or hf_zero.context_parallel_size {size} in the configuration, which needs no "
+        f"--parallelism_config_sp_size {size}). Set it too, or hf_zero.context_parallel_size {size} in the configuration, which needs no "
         "ParallelismConfig"
     )
 

@@ -78,7 +78,7 @@ def _require_one(trainer: Any, optimizer: Any, scheduler: Any) -> None:
         if optim not in (type(trainer.args).__dataclass_fields__["optim"].default, *_ADAMW):
             warn_once(
                 f"TrainingArguments(optim={optim!r}) has no effect: the configuration has an optimizer section ({kinds['optimizer']}), "
-                "which is used. Leave one of them out"
+                "which is used. Remove one of them"
             )
     if "scheduler" in kinds:
         given = f"optimizers=(..., {type(scheduler).__name__})" if scheduler is not None else _override(trainer, _CREATE_SCHEDULER)

@@ -284,7 +284,7 @@ def _address(options: argparse.Namespace, hosts: list[Host]) -> str:
 
 def _own_node_rank(options: argparse.Namespace, hosts: list[Host]) -> int:
     if options.node_rank >= len(hosts):
-        raise ConfigError(f"--node_rank is {options.node_rank}, but there are {len(hosts)} hosts, numbered from 0")
+        raise ConfigError(f"--node_rank is {options.node_rank}; with {len(hosts)} hosts 0 to {len(hosts) - 1} are allowed")
     if options.node_rank >= 0:
         return int(options.node_rank)
     own = platform.node()

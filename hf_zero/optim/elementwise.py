@@ -381,11 +381,11 @@ class _Undecided:
         """
         problem = (
             f"after {TRIAL_STEPS} steps a matrix beside another one differs by {difference:.3g} from the matrix alone (update "
-            f"{update:.3g}), so it looks at all parameters together"
+            f"{update:.3g}), so it depends on all parameters together"
         )
         if not self.allowed:
             raise _refusal(self.kind, problem)
-        warn_once(f"optimizer {self.kind.__name__}: {problem}; with {_ALLOW_KEY} it runs on each rank's parameters by themselves")
+        warn_once(f"optimizer {self.kind.__name__}: {problem}; with {_ALLOW_KEY} it runs on the parameters of each rank separately")
 
 
 def _result(

@@ -93,7 +93,7 @@ class ModelStage:
             self.own.look(self.plan, self.index, note, self.forward_of_model, self.calls[part])
         wanted = len(self.plan.crossings[self.index - 1])
         if len(found) != wanted:
-            raise StateError(f"pipeline: {len(found)} of the {wanted} tensors of a border were seen")
+            raise StateError(f"pipeline: the forward used {len(found)} of the {wanted} tensors that cross the border of a stage")
         return tuple(self.types.of(self.index - 1, found))
 
 

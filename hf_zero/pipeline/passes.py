@@ -180,8 +180,8 @@ class Passes:
         """
         if not self._runs:
             raise StateError(
-                "a second backward through the same forward of a pipeline: call the model again (retain_graph does not keep what the other "
-                "stages need)"
+                "a second backward through the same forward of a pipeline is not supported: call the model again (retain_graph keeps no "
+                "tensors of other stages)"
             )
         self._refuse_kept()
         runs, ends, given = self._runs, self._ends, iter(gradients)

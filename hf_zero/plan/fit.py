@@ -181,7 +181,7 @@ def _axes(text: str | None, experts: bool, sequence: int) -> list[str]:
     if unknown:
         raise ConfigError(f"--axes is {text!r}, and {unknown[0]!r} is unknown; allowed: none, or some of {','.join(AXES)}")
     if "experts" in axes and not experts:
-        raise ConfigError(f"--axes is {text!r}, but the model's configuration names no experts: leave experts out")
+        raise ConfigError(f"--axes is {text!r}, but the model's configuration names no experts: remove experts")
     return axes
 
 

@@ -310,7 +310,7 @@ def _checkpoint(module: nn.Module, every: int) -> None:
     elif "every_n_layers" in inspect.signature(enable).parameters:
         enable(every_n_layers=every)
     else:
-        raise ConfigError(f"{type(module).__name__} recomputes all blocks or none (it takes no every_n_layers): leave --every-n-layers out")
+        raise ConfigError(f"{type(module).__name__} recomputes all blocks or none (it has no every_n_layers): remove --every-n-layers")
 
 
 # -- batches -------------------------------------------------------------------------------------------------------------

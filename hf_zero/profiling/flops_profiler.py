@@ -84,7 +84,7 @@ class FlopsProfiler:
         self._recorder = None
 
     def time_again(self, recorder: CostRecorder) -> None:
-        """Replace the recorded times by those of ``recorder``, which recorded the same calls without counting."""
+        """Replace the recorded times by the times of ``recorder``, which recorded the same calls without counting."""
         self._recorded().take_times(recorder)
 
     def get_total_flops(self, as_string: bool = False) -> int | str:

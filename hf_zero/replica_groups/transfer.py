@@ -141,10 +141,10 @@ def _receive_files(quorum: Quorum, folder: Path, source: int) -> None:
     """
     length = int(quorum.receive(8, source).view(torch.int64).item())
     if not 0 < length < _LONGEST:
-        raise RuntimeError(f"a list of files of {length} bytes")
+        raise RuntimeError(f"the list of files has {length} bytes; allowed: 1 to {_LONGEST - 1}")
     sizes = json.loads(bytes(quorum.receive(length, source).numpy()))
     for name, nbytes in sizes.items():
         if Path(name).name != name:
-            raise RuntimeError(f"a file named {name!r}")
+            raise RuntimeError(f"the list of files has the name {name!r}, which is not a plain file name")
         data = quorum.receive(int(nbytes), source)
         own_files.write_bytes(folder / name, data.numpy().tobytes())

@@ -158,8 +158,7 @@ class SlicedAttention:
         given = [name for name in _OF_SLICES if kwargs.get(name) is not None]
         if given:
             raise UnsupportedError(
-                f"sequence parallelism: attention over whole sequences cannot use {', '.join(given)}, which this rank has for its "
-                "slice only"
+                f"sequence parallelism: attention cannot use {', '.join(given)}: it needs whole sequences, and this rank has a slice"
             )
         mask = _whole_mask(attention_mask, query.shape[2] * self.collectives.world, key.shape[2] * self.collectives.world)
         positions = kwargs.pop("position_ids", None)

@@ -52,7 +52,7 @@ class WholeLoss:
     arguments: Mapping[str, Any]
 
     def add_to(self, output: Any) -> Any:
-        """Return ``output`` with its loss; it has the logits of whole sequences."""
+        """Return ``output``, which has the logits of whole sequences, with its loss added."""
         logits = output[0] if isinstance(output, tuple) else output["logits"]
         loss = self.function(logits=logits, vocab_size=self.vocab_size, **self.arguments)
         return (loss, *output) if isinstance(output, tuple) else type(output)(**{"loss": loss, **output})

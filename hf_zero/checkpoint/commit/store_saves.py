@@ -268,7 +268,7 @@ def _is_silent(record: ObjectPath) -> bool:
 
 
 def _finish(save_dir: ObjectPath, record: dict[str, Any], number: str) -> None:
-    """Delete the parts of a save that was killed; if it was complete already, those of the checkpoint that it replaced."""
+    """Delete the parts of a killed save; if it was already complete, delete the parts of the checkpoint that it replaced."""
     folder = save_dir / record["tag"]
     if number_of(folder) == number:
         _delete_files(folder, record["replaces"])

@@ -114,7 +114,7 @@ def _buffer_row(reader: RangeReader, file: str, name: str) -> Elsewhere:
 
 
 def write_checkpoint(source: Source, save_dir: Place, tag: str | None, progress: Progress) -> Place:
-    """Write ``source`` as a checkpoint that ``load_checkpoint`` and ``resume_from_checkpoint`` take; complete or not at all.
+    """Write ``source`` as a checkpoint that ``load_checkpoint`` and ``resume_from_checkpoint`` accept; complete or not at all.
 
     Args:
         source: Model and state to write.

@@ -90,7 +90,7 @@ def _copy_beside(wanted: Conversion, source: Source) -> None:
     if isinstance(wanted.source, Path) and isinstance(wanted.target, Path):
         hugging_face.copy_beside(wanted.source, wanted.target)
     else:
-        warn_once("files of Trainer and Accelerate beside the checkpoint are copied between folders only: copy them yourself")
+        warn_once("files of Trainer and Accelerate beside the checkpoint are not copied from or to an object store: copy them yourself")
 
 
 def _open(wanted: Conversion) -> tuple[bool, Source]:

@@ -160,7 +160,7 @@ class _Held:
     storages: set[int]
 
     def __contains__(self, value: Any) -> bool:
-        """Return whether ``value`` is one of them, a placeholder of a sharded parameter, or a view of a parameter."""
+        """Return whether ``value`` is such a parameter or buffer, a placeholder of a sharded parameter, or a view of a parameter."""
         if not isinstance(value, torch.Tensor):
             return False
         return isinstance(value, StandIn) or id(value) in self.tensors or value.untyped_storage().data_ptr() in self.storages

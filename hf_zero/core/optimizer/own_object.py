@@ -372,7 +372,7 @@ class _Scalers:
             if scaler.is_enabled() and (optimizer in cls._served or getattr(optimizer, "optimizer", None) in cls._served):
                 raise StateError(
                     f"{type(scaler).__name__}.{method.__name__}(): an engine has the gradients of this optimizer, so the scaler finds "
-                    "none. Make it with enabled=False, and let the engine scale losses: set fp16.enabled, or torch_autocast with the "
+                    "none. Create it with enabled=False, and let the engine scale losses: set fp16.enabled, or torch_autocast with the "
                     "dtype float16"
                 )
             return method(scaler, optimizer, *args, **kwargs)

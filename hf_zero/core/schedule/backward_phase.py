@@ -446,7 +446,7 @@ def _hook_of_parts(weak: ref[BackwardPhase]) -> Callable[[torch.Tensor], None]:
 
 
 def begin_inside(phase: BackwardPhase, parts: int) -> None:
-    """Start ``parts`` nested backwards that the current graph does not show; they give parameters gradients."""
+    """Prepare for ``parts`` nested backwards that accumulate gradients of parameters and are no part of the current graph."""
     if not phase._collects:
         phase._begin_collecting()
     if not phase.begun:

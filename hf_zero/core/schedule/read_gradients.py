@@ -87,7 +87,7 @@ class ReadGradients:
             mark_waiting(unit.params)
 
     def mark_all(self) -> None:
-        """Notice reads of gradients that torch has, too; local."""
+        """Detect reads of all ``param.grad``, also of gradients that torch has; local."""
         for entry in self._gradients if self._open else ():
             mark_waiting(entry.unit.params)
 

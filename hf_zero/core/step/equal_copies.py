@@ -55,7 +55,7 @@ class EqualCopies:
 
     @property
     def count(self) -> int:
-        """Return the number of ranks that hold whole parameters of a layer alike; 0 in a pipeline, where stages hold copies too."""
+        """Return the number of ranks with equal copies of a layer's whole parameters; 0 in a pipeline, whose stages have copies too."""
         return self.size if len(self._places) == self.size else 0
 
     def compare(self, loss: StepSum, inputs: StepSum) -> None:

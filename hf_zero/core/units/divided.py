@@ -202,7 +202,7 @@ class PartsInLoss:
             warn_once(
                 f"{joins[hooked][1]}: its hook (register_hook, register_post_accumulate_grad_hook) sees the gradient of this rank's part "
                 f"{tuple(own_shape(hooked))} of {tuple(whole_shape(hooked) or own_shape(hooked))} (tensor parallelism, experts): a norm or "
-                'mean there is that of the part. Change param.grad after the backward, with "hf_zero": {"show_gradients": true}'
+                'mean there covers only this part. Change param.grad after the backward, with "hf_zero": {"show_gradients": true}'
             )
         for inner in self._owners:
             require_own_parts(inner)

@@ -337,7 +337,7 @@ def mark_configured(model: nn.Module, classes: Iterable[str], names: Iterable[st
         warn_once(f"zero_optimization.leaf_module.names: no module of the model is named {unknown}")
     _, unknown = mark_names(model, name_suffixes, True, raise_if_not_found=False, suffixes=True)
     if unknown:
-        warn_once(f"zero_optimization.leaf_module.name_suffixes: the name of no module of the model ends with {unknown}")
+        warn_once(f"zero_optimization.leaf_module.name_suffixes: no module name of the model ends with {unknown}")
 
 
 def _is_a(module: nn.Module, kind: type[nn.Module] | str) -> bool:

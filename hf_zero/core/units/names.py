@@ -1,4 +1,4 @@
-"""Name parameters and buffers, and let the names in units follow the model: a script may replace, remove, move or wrap modules.
+"""Name parameters and buffers, and update the names in units after a script replaces, removes, moves or wraps modules.
 
 [Note: names without wrappers] The wrapper of ``checkpoint_wrapper(module)`` leaves its own name out of state dicts. Names in units and
 checkpoints are those of state dicts, so a run may wrap blocks and resume from a checkpoint without wrappers. The wrapper of

@@ -231,7 +231,7 @@ class BatchWork:
             return self._end(part, outputs)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield all parameters of the model; those of other stages are empty."""
+        """Yield all parameters of the model; parameters of other stages are empty."""
         return self.module.parameters()
 
     def _end(self, part: int, outputs: Any) -> list[torch.Tensor]:
