@@ -18,7 +18,7 @@ from hf_zero.system.sizes import gib
 _ASKED = re.compile(r"(?:tried to allocate|allocating) (\d+(?:\.\d+)?) ?(\w+)|(\d+) bytes asked for", re.IGNORECASE)
 _UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _WORTH = 0.01  # share of the memory of the engine and its model; smaller savings are not listed
-_FIRST_WORDS = "hf_zero: what was alive on rank"
+_FIRST_WORDS = "hf_zero: memory in use on rank"
 _REST = "activations"  # and other allocations since the engine was made
 
 

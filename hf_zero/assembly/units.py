@@ -364,7 +364,7 @@ def persist_and_reshard(units: Iterable[Unit], stays: set[int], largest: int, bu
 
 @dataclass
 class Joiner:
-    """Builder of units for parameters that join later: each gets a new unit in its block. See [Note: what is trained].
+    """Builder of units for parameters that join later: each gets a new unit in its block. See [Note: trained parameters].
 
     Attributes:
         builder: Builder of units.

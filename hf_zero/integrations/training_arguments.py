@@ -84,7 +84,7 @@ class ZeroTrainingArguments(TrainingArguments):
     """
 
     zero_stage: int | None = _option(
-        "ZeRO stage, what is sharded over the ranks: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters (default 2).",
+        "ZeRO stage, which selects the sharded tensors: 0 none, 1 optimizer states, 2 also gradients, 3 also parameters (default 2).",
         (0, 1, 2, 3),
     )
     offload_optimizer: str | None = _option("Device that stores optimizer states between steps.", _DEVICES)

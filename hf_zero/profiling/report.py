@@ -88,8 +88,8 @@ def report_text(title: str, figures: Sequence[tuple[str, str]], root: ModuleCost
         lines += [
             "",
             "Modules: parameters, multiply-adds, time of forward, operations per second; in parentheses, shares of the whole model.",
-            "Time includes that of counting and of waiting for parameters. A module that is called outside of the model's forward, or by",
-            "a function of its own, stands with what its forward took.",
+            "Time includes counting and waiting for parameters. A module that is called outside of the model's forward, or by",
+            "another function than its forward, shows only the time of its forward.",
             *tree_lines(root, depth),
         ]
     return "\n".join([*lines, _LINE])

@@ -131,7 +131,7 @@ def test_a_backward_is_noticed_and_its_end_is_called() -> None:
 
 
 def test_backward_runs_the_nodes_made_last_first() -> None:
-    """Check the basis of [Note: what tells of a backward]: numbers rise by one with each node, and torch reports whether a node will
+    """Check the basis of [Note: announced backwards]: numbers rise by one with each node, and torch reports whether a node will
     run.
     """
     seen: list[tuple[int, list[bool]]] = []

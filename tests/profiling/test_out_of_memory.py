@@ -61,7 +61,7 @@ def _raised(engine: Any, where: str, error: BaseException) -> str:
     with pytest.raises(type(error)) as caught:
         _train(engine, 1)
     assert type(caught.value) is type(error) and len(caught.value.args) == 1
-    assert str(caught.value).startswith(TEXT) and str(caught.value).count("what was alive") == 1
+    assert str(caught.value).startswith(TEXT) and str(caught.value).count("memory in use on rank") == 1
     return str(caught.value)
 
 

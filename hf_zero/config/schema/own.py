@@ -59,20 +59,20 @@ class OwnSettings(Section):
     )
     checkpoint_url: str | None = used(
         None,
-        "URL in an object store (s3://bucket/run, gs://, hf:// and whatever fsspec reaches) for the engine's checkpoints: what would go "
-        "to the folder a/b goes to URL/b. Under Trainer its own small files go there too, and save_total_limit holds there. Keys and "
-        "passwords belong into the environment (AWS_ACCESS_KEY_ID, ...)",
+        "URL in an object store (s3://bucket/run, gs://, hf:// and other stores of fsspec) for the engine's checkpoints: a checkpoint "
+        "for the folder a/b is written to URL/b. Trainer's own small files are written there too, and save_total_limit applies there. "
+        "Keys and passwords belong into the environment (AWS_ACCESS_KEY_ID, ...)",
     )
     replicas: Annotated[Literal["none", "torchft"], ANY_CASE] = used(
         "none",
         "torchft: the ranks of this job are one of several replica groups, each started by a launcher of its own with REPLICA_GROUP_ID and "
-        "TORCHFT_LIGHTHOUSE in the environment. Gradients are averaged over the groups that are there; one that dies is left out at the "
-        "boundary, and gets the state of the others when it is back. Batches come from hf_zero.utils.ReplicaSampler",
+        "TORCHFT_LIGHTHOUSE in the environment. Gradients are averaged over the groups that take part; a group that dies is "
+        "excluded at the boundary, and gets the state of the others when it returns. Batches come from hf_zero.utils.ReplicaSampler",
     )
     snapshot_steps: Size = used(
         0,
-        "Optimizer steps between two snapshots of all that a checkpoint holds, in host memory that outlives the ranks. Ranks that torchrun "
-        "or accelerate launch start again (max_restarts) go on from the newest one. Trainer takes and loads them by itself; a loop calls "
+        "Optimizer steps between two snapshots with the content of a checkpoint, in host memory that outlives the ranks. Ranks that "
+        "torchrun or accelerate launch restart (max_restarts) continue from the newest one. Trainer takes and loads them; a loop calls "
         "engine.snapshot(client_state) after each step. 0 is off",
     )
     snapshot_folder: str | None = used(

@@ -79,7 +79,7 @@ class OwnedSegment:
         range: Elements, counted from the start of this rank's shard.
         tensor: View of the master, (range.numel,).
         inner: The optimizer that updates the segment.
-        rests: Whether updates skip the segment, see [Note: what is trained].
+        rests: Whether updates skip the segment, see [Note: trained parameters].
     """
 
     unit: Unit

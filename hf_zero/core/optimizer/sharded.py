@@ -109,7 +109,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups = range(len(self.inner.param_groups))
         return [[segment.tensor for segment in self.segments if segment.group == index] for index in groups]
 
-    # -- what is trained, see [Note: what is trained] ------------------------------------------------------------------------
+    # -- what is trained, see [Note: trained parameters] ------------------------------------------------------------------------
 
     def group_of_tensors(self) -> dict[int, int]:
         """Return the param group of each tensor that the inner optimizer holds in place of the model's parameters, by id."""

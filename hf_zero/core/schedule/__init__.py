@@ -15,7 +15,7 @@ at the end of each pass, and ranks that need no other pass take part in the all-
   ``stage3_max_live_parameters`` allows it; with the defaults, models below about 0.5 billion parameters unshard each block once per step.
 - Units of at most ``stage3_param_persistence_threshold`` elements always stay unsharded.
 - In backward, the first gradient of a block's output unshards the block; it is resharded when backward has reached a later block and no
-  execution of it is pending (``block.py`` counts). ``watched_outputs.py`` ([Note: what tells of a backward]) finds the outputs, follows
+  execution of it is pending (``block.py`` counts). ``watched_outputs.py`` ([Note: announced backwards]) finds the outputs, follows
   outputs that the caller changes in place, and asks the graph, when backward begins, which of them backward will reach. A block whose
   backward no output announces in time is unsharded together with the block before it, and where no output can be found at all, autograd
   keeps the memory. Recomputation under activation checkpointing unshards through the same pass and never reshards.

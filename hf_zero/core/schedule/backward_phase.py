@@ -180,7 +180,7 @@ class BackwardPhase:
         """Notice a backward that reaches ``output`` of a module inside a block before it reaches any output of a block.
 
         The loss of such a backward is computed from tensors that a hook or an attribute has kept. The blocks that it reaches are then found
-        like other blocks without a watched output, [Note: what tells of a backward].
+        like other blocks without a watched output, [Note: announced backwards].
         """
         if self.schedule is None or self.begun or not torch.is_grad_enabled():
             return

@@ -38,7 +38,7 @@ class Block:
             root may read it unnoticed, and no hook announces when the root's backward reads it.
         externals: Other blocks whose parameters this module reads.
         silent: Whether a forward with gradients has returned no tensor whose gradient announces its backward, so that tensors which
-            autograd saved keep their memory, [Note: what tells of a backward].
+            autograd saved keep their memory, [Note: announced backwards].
         first_node: Number of the first node of the graph that the forward running now can have made.
     """
 

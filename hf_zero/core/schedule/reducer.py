@@ -342,7 +342,7 @@ class Reducer:
             self._reduces = self._completes = True
             self.flush()
 
-    # -- what is trained, see [Note: what is trained] ------------------------------------------------------------------------
+    # -- what is trained, see [Note: trained parameters] ------------------------------------------------------------------------
 
     def train(self, gradients: Sequence[UnitGradients]) -> None:
         """Reduce the units of ``gradients``, in the model's order, from now on, except for units that are frozen at present; local."""

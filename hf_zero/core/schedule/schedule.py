@@ -232,7 +232,7 @@ class UnshardSchedule:
         return positions
 
     def foretold(self, found: Sequence[Foretold]) -> None:
-        """Record the blocks whose backward the running backward does not announce in time, [Note: what tells of a backward]; collective."""
+        """Record the blocks whose backward the running backward does not announce in time, [Note: announced backwards]; collective."""
         self._foretold = {id(entry.block): entry for entry in found}
         self._request_silent(0)
 

@@ -89,7 +89,7 @@ class _KeepsBelow:
 class WatchedOutputs:
     """Hooks on the outputs of blocks, and the prediction which of the hooks the running backward will call.
 
-    [Note: what tells of a backward] autograd has no event for the beginning of a block's backward, so hooks on the tensors that its forward
+    [Note: announced backwards] autograd has no event for the beginning of a block's backward, so hooks on the tensors that its forward
     returned announce it. Backward runs the nodes of a graph in the reverse of the order in which they were made. So the first gradient of
     an output is known before any node of the forward runs, provided that the output was the last thing that the forward made and is used.
     There are three exceptions:

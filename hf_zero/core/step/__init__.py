@@ -8,11 +8,11 @@ is gathered while the next is updated. ``tests/core/test_trace.py`` contains the
 stage. The norm is over all gradients, before clipping, without loss scale, summed in double precision over pieces of a shard (on a host in
 one pass of the native kernel); with tensor parallelism, parameters that every rank of the model axis holds alike count once. On overflow
 every rank skips the update, the scheduler does not advance, the norm is inf (for NaN gradients too), and the message names the first
-parameter with a non-finite gradient. A norm or loss far above those of the last steps may be logged or skipped too, or the engine goes
-back to its newest saved state (``core/step/spikes.py``, ``checkpoint/rewinds.py``).
+parameter with a non-finite gradient. A norm or loss far above those of the last steps may be logged or skipped too, or the engine
+restores its newest saved state (``core/step/spikes.py``, ``checkpoint/rewinds.py``).
 
-Each step begins by finding the parameters to train (``core/step/trained_set.py``, [Note: what is trained]) and the values that the script
-has written (``core/step/written.py``, ``core/units/values.py adopt_writes``). ``core/step/trained_set.py`` stops and resumes the training
+Each step begins by finding the parameters to train (``core/step/trained_set.py``, [Note: trained parameters]) and values that the
+script has written (``core/step/written.py``, ``core/units/values.py adopt_writes``). ``core/step/trained_set.py`` stops and resumes the training
 of parameters, and adds new ones, which get units from ``assembly/units.py``. Page for users: docs/parameters.md.
 
 A parameter that no rank used in a step has a zero gradient: moments decay, weight decay applies and Adam counts the step, while plain

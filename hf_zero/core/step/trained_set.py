@@ -56,8 +56,8 @@ class Joining:
 class TrainedSet:
     """The parameters of a model that its optimizer trains, found by one look per optimizer step.
 
-    [Note: what is trained] As in plain PyTorch, a parameter is trained when it requires a gradient and is in a param group; both may change
-    at any time. Units are laid out for the parameters that were trained at ``initialize``. The look before each update compares
+    [Note: trained parameters] As in plain PyTorch, a parameter is trained if it requires a gradient and is in a param group; both may
+    change at any time. Units are laid out for the parameters that were trained at ``initialize``. The look before each update compares
     ``requires_grad`` of all parameters, the number of registrations in the process and the tensors in the param groups with those of the
     last look, and computes a digest of the set, which the ranks compare in the vote that each step takes anyway. If the set has changed:
 

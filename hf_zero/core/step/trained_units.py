@@ -28,7 +28,7 @@ def names_of(unit: Unit, indices: Sequence[int]) -> list[str]:
 class TrainedUnits:
     """Update of units and segments between the backward and the update of a step, when the set of trained parameters changes.
 
-    See [Note: what is trained].
+    See [Note: trained parameters].
 
     Attributes:
         on_joined: Called with the gradients of new units.

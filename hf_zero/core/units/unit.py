@@ -158,7 +158,7 @@ class Unit:
         gathers: Number of open ``GatheredParameters`` contexts that contain the unit.
         unsaved: Positions of parameters that the script has saved without values and not gathered since.
         written: Parameters that this rank has seen written since the last step, by position; the ranks compare them.
-        rests: Whether all of its parameters are frozen at present: no step reduces or updates it, see [Note: what is trained].
+        rests: Whether all of its parameters are frozen at present: no step reduces or updates it, see [Note: trained parameters].
         belongs_to: Weak reference to the ``Training`` of its engine; None if it belongs to none.
         built: Dtype and device of the parameters before ``zero.Init`` sharded them; None for every other unit.
     """
