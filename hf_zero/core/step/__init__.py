@@ -11,8 +11,8 @@ every rank skips the update, the scheduler does not advance, the norm is inf (fo
 parameter with a non-finite gradient. A norm or loss far above those of the last steps may be logged or skipped too, or the engine
 restores its newest saved state (``core/step/spikes.py``, ``checkpoint/rewinds.py``).
 
-Each step begins by finding the parameters to train (``core/step/trained_set.py``, [Note: trained parameters]) and values that the
-script has written (``core/step/written.py``, ``core/units/values.py adopt_writes``). ``core/step/trained_set.py`` stops and resumes the training
+Each step begins by finding the parameters to train (``core/step/trained_set.py``, [Note: trained parameters]) and values that the script
+has written (``core/step/written.py``, ``core/units/values.py adopt_writes``). ``core/step/trained_set.py`` stops and resumes the training
 of parameters, and adds new ones, which get units from ``assembly/units.py``. Page for users: docs/parameters.md.
 
 A parameter that no rank used in a step has a zero gradient: moments decay, weight decay applies and Adam counts the step, while plain
