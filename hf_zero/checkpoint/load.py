@@ -354,7 +354,7 @@ class _Plan:
         sources, groups = self._sources_of_groups()
         if scheduler is None:
             if self.index.scheduler is not None:
-                log_rank0("%s holds the state of a scheduler; this engine has none, so it is not loaded", self.reader.folder)
+                log_rank0("%s holds the state of a scheduler, but this engine has none: it is not loaded", self.reader.folder)
             elif request.optimizer_states and sources != list(range(groups)):
                 warn_once(
                     f"the param groups of this optimizer are the saved groups {sources} of {groups}: hyper-parameters follow their "
@@ -364,7 +364,7 @@ class _Plan:
             return None
         saved = self._decoder.decode(self.index.scheduler)
         if saved is None:
-            log_rank0("%s holds no scheduler state; the scheduler of this engine stays at its present step", self.reader.folder)
+            log_rank0("%s holds no scheduler state; the scheduler of this engine keeps its present step", self.reader.folder)
         present = scheduler.state_dict()
         if has_known_values(scheduler):
             check_values(saved, "scheduler")

@@ -109,7 +109,7 @@ def unpack(held: Any, net: Collectives, generators: bool) -> Any:
         generators: Restore the random generators.
     """
     if held["ranks"] != net.world:
-        log_rank0("the snapshot is of %d ranks, these are %d: random generators stay as they are", held["ranks"], net.world)
+        log_rank0("the snapshot was taken by %d ranks, but this run has %d: random generators are not restored", held["ranks"], net.world)
     elif generators:
         restore_generators(held["random"], net.topology.device)
     return held["client_state"]
@@ -227,7 +227,7 @@ class Snapshots:
             if self._written:
                 self._older, self._kept = self._kept, self._written
         except CheckpointError as error:
-            log_rank0("%s; the snapshot before it stays", error)
+            log_rank0("%s; the previous snapshot is kept", error)
         self._written = ""
 
     def _remove_older(self) -> None:

@@ -292,7 +292,7 @@ def _device(block: Any) -> str:
 def _check_type(section: str, name: str | None, known: tuple[str, ...], problems: Problems) -> None:
     """Check `type` of the optimizer or scheduler section: a name of hf_zero (any letter case for optimizers) or a torch class."""
     if name is None:
-        problems.error(f"{section}.type", f"is missing; a `{section}` section needs one, for example {known[0]}")
+        problems.error(f"{section}.type", f"is missing; a `{section}` section needs a type, for example {known[0]}")
         return
     own = name.lower() in {one.lower() for one in known} | REFUSED_OPTIMIZERS.keys() if section == "optimizer" else name in known
     if own or torch_class(section, name) is not None:

@@ -105,7 +105,7 @@ class Speller:
         if on is None:
             self.problems.error(here, f"is {show(value)}; allowed: true or false")
         if on and raw.get(block) is not None:
-            self.problems.error(here, f"is the old form of `{block_path}`, which is there as well; keep `{block_path}`")
+            self.problems.error(here, f"is the old form of `{block_path}`, which is given too; keep only `{block_path}`")
             return block, None
         if on:
             self.origin[f"{block_path}.device"] = f"file ({here})"
@@ -158,7 +158,7 @@ class Speller:
         if self._unknown > _MOST_UNKNOWN:
             raise ConfigError(f"More than {_MOST_UNKNOWN} keys are unknown, {show(key)} among them: this is no DeepSpeed config")
         if not isinstance(key, str):
-            self.problems.error(f"{path}.{key}" if path else str(key), f"is a {type(key).__name__}; keys of a config are texts")
+            self.problems.error(f"{path}.{key}" if path else str(key), f"is a {type(key).__name__}; keys of a configuration are strings")
             return False
         if not path:
             self._unknown_at_top(key)
@@ -183,7 +183,7 @@ class Speller:
     def _unknown_at_top(self, key: str) -> None:
         if "." in key:
             block, _, name = key.rpartition(".")
-            self.problems.warn(key, f'is ignored: a key with dots is no path. To set it, write {{"{block}": {{"{name}": ...}}}}')
+            self.problems.warn(key, f'is ignored: dots in a key form no path. To set the value, write {{"{block}": {{"{name}": ...}}}}')
             return
         guess = nearest(key, spellings_of(ZeroConfig)) or nearest_elsewhere(key)
         if key in _PUBLISHED_MISSPELLINGS:

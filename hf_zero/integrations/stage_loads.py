@@ -62,7 +62,7 @@ def load_stage(load: Load) -> Any:
         found = load.of({key: value for key, value in slices.items() if key not in others})
     found[0].missing_keys -= left_out.keys()
     hold(load.model, cuts.plan, [name for names in cuts.names if left_out.keys() & set(names) for name in names])
-    log_rank0("from_pretrained: this rank reads %d of %d tensors, those of its pipeline stage", len(slices) - len(others), len(slices))
+    log_rank0("from_pretrained: this rank reads %d of %d tensors: only its pipeline stage", len(slices) - len(others), len(slices))
     return found
 
 

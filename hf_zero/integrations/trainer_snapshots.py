@@ -139,7 +139,7 @@ def resume(trainer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tu
         return args, dict(kwargs)
     found = _write_files(trainer, net, folder, tag, bool(settings.get("pickle_client_state")))
     other = f"the checkpoint is of step {least}" if least >= 0 else "there is no checkpoint"
-    log_rank0("Trainer goes on from the snapshot of step %s; %s", found.name.rpartition("-")[2], other)
+    log_rank0("Trainer continues from the snapshot of step %s; %s", found.name.rpartition("-")[2], other)
     if args:
         return (str(found), *args[1:]), dict(kwargs)
     return args, {**kwargs, "resume_from_checkpoint": str(found)}

@@ -198,4 +198,4 @@ class RecordedStep:
         except OSError as error:  # all ranks, including this one, continue to train
             logger.error("the recording of the step is lost, because %s cannot be written: %s", self._path, error)
             return
-        log_rank0("one step was recorded; to analyse it: hf-zero trace %s", self._path.parent)
+        log_rank0("one step was recorded; to analyse it, run: hf-zero trace %s", self._path.parent)

@@ -221,7 +221,7 @@ class ReplicaGroups:
         engine.progress.last_step_applied = inside_step
         engine.progress.loads += 1
         self._loads, self._digest, self._fresh = engine.progress.loads, sent["digest"], False
-        log_rank0("replica group %d goes on after step %d, with the state of another group", self.group, engine.progress.global_steps)
+        log_rank0("replica group %d continues after step %d with the state of another group", self.group, engine.progress.global_steps)
 
     def _restore_schedulers(self, states: Sequence[Any]) -> None:
         """Set the schedulers that the script steps, and the learning rates, to those of another group."""

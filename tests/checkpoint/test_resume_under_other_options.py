@@ -192,6 +192,6 @@ def _said_of_states(folder: str, frozen: str, scheduled: bool) -> list[str]:
 def test_states_that_are_not_loaded_are_named(tmp_path: Path) -> None:
     said = "\n".join(ranks.run_ranks(_said_of_states, 2, str(tmp_path / "engine"), "entry", True)[0])
     assert "holds optimizer states of 2 parameters that this engine does not train (entry.weight, ...)" in said
-    assert "holds the state of a scheduler; this engine has none" in said
+    assert "holds the state of a scheduler, but this engine has none" in said
     said = "\n".join(ranks.run_ranks(_said_of_states, 2, str(tmp_path / "script"), "entry", False)[0])
     assert "groups of this optimizer are the saved groups [1, 0] of 2" in said and "a scheduler whose state the script loads itself" in said

@@ -111,7 +111,7 @@ def test_strict_makes_warnings_errors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_keys_that_are_no_texts() -> None:
-    with pytest.raises(ConfigError, match="keys of a config are texts"):
+    with pytest.raises(ConfigError, match="keys of a configuration are strings"):
         resolve({"zero_optimization": {3: 1}})
 
 

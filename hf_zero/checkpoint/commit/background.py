@@ -182,7 +182,7 @@ class Background:
             running.done = True
         except Exception as error:  # kept for ``finish``, which tells all ranks
             running.error = error
-            logger.error("%s: %s: %s. The previous checkpoint stays", task.what, type(error).__name__, error)
+            logger.error("%s: %s: %s. The previous checkpoint is kept", task.what, type(error).__name__, error)
             if self._rank != 0 and task.everywhere is None:
                 _tell(task.target, staging.failure_of(self._rank), error)
 

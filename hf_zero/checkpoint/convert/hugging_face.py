@@ -180,7 +180,7 @@ def _read_pickle(path: Path) -> Iterator[SourceTensor]:
             elif isinstance(tensor, Inert):
                 raise CheckpointError(f"{path}: {name} is {tensor!r}, expected a tensor")
             else:
-                log_rank0("%s: %s is not a tensor and is left out", path, name)
+                log_rank0("%s: %s is not a tensor, so it is not converted", path, name)
 
 
 # -- writing ------------------------------------------------------------------------------------------------------------

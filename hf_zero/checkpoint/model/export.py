@@ -103,7 +103,7 @@ def _spill_folder(nbytes: int) -> str | None:
     if room < nbytes:
         logger.warning("%s, and %s has only %s free; set %s to a folder with enough space", taken, folder, gib(room), SPILL_VARIABLE)
         return None
-    logger.info("%s: its tensors are kept in files", taken)
+    logger.info("%s: its tensors are stored in files", taken)
     return folder
 
 

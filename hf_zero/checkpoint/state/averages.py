@@ -54,7 +54,7 @@ def restore_averages(state: TrainingState, averages: AveragedWeights, catalog: C
     averages.start_over()
     saved = _saved_tensors(averages, catalog)
     if _COUNTS not in saved:
-        log_rank0("%s holds no averages %r: they start from the loaded weights", reader.folder, averages.name)
+        log_rank0("%s holds no averages %r: these averages start from the loaded weights", reader.folder, averages.name)
         return
     copies = [copy for unit in state.units for copy in _row_copies(state, averages, unit, catalog)]
     for name, param in state.loose_params():

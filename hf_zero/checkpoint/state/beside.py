@@ -95,7 +95,7 @@ def restore_beside(states: Mapping[str, Any], objects: Sequence[Any], device: to
     if states["ranks"] == world:
         restore_generators(states["random"], device)
     else:
-        log_rank0("the saved states are of %d ranks, these are %d: random generators stay as they are", states["ranks"], world)
+        log_rank0("the states were saved by %d ranks, but this run has %d: random generators are not restored", states["ranks"], world)
 
 
 def joined(client_state: Mapping[str, Any], states: Mapping[str, Any]) -> dict[str, Any]:

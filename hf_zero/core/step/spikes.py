@@ -133,7 +133,7 @@ class Spikes:
         numbers = {**{name: value for name, (_, value) in large.items()}, "step": step, "first_sample": samples[0]}
         self.found_at, self.measured = step, {f"Train/Spike/{name}": float(value) for name, value in numbers.items()}
         if self.consecutive == MOST_SKIPPED:
-            log_rank0("step=%d: the last %d steps were all spikes; from now on such values count as usual", step, MOST_SKIPPED)
+            log_rank0("step=%d: the last %d steps were all spikes; from now on such values count as normal", step, MOST_SKIPPED)
             for window, _ in large.values():
                 window.values.clear()
             self.consecutive = 0
