@@ -115,7 +115,7 @@ def prepare_inputs(method: Callable[..., Any], trainer: Any, model: Any, inputs:
 
 
 def keep_marks(method: Callable[..., Any], trainer: Any, inputs: Any) -> Any:
-    """Replace ``Trainer._prepare_inputs``, which copies a batch to a device: the copy of a slice is known as one, and who counted its
+    """Replace ``Trainer._prepare_inputs``, which copies a batch to a device: the copy keeps the marks of a slice and of its
     positions.
     """
     found = method(trainer, inputs)

@@ -211,7 +211,7 @@ def tie_weights(method: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
 def resize_token_embeddings(
     method: Any, model: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Replace ``PreTrainedModel.resize_token_embeddings``: at stage 3 it changes what it changes without stage 3, and warns of lost rows.
+    """Replace ``PreTrainedModel.resize_token_embeddings``: change the same tensors at stage 3 as without it, and warn of lost rows.
 
     [Note: resized vocabularies] At stage 3 transformers replaces embeddings and head even if their size stays. This draws random numbers (a
     later LoRA would begin with other weights), and frozen ones would train from then on. A sharded weight shows 0 rows: without

@@ -58,10 +58,10 @@ def _own_scheduler(trainer: Any) -> Any:
 
 
 def _require_one(trainer: Any, optimizer: Any, scheduler: Any) -> None:
-    """Raise if the configuration has a section for what the script gives in any form; warn if ``TrainingArguments(optim)`` has no effect.
+    """Raise if configuration and script both define the optimizer or the scheduler; warn if ``TrainingArguments(optim)`` has no effect.
 
     Raises:
-        ConfigError: It has.
+        ConfigError: Both define one of them.
     """
     config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config
     kinds = {name: config[name].get("type") for name in ("optimizer", "scheduler") if config.get(name)}
@@ -71,8 +71,8 @@ def _require_one(trainer: Any, optimizer: Any, scheduler: Any) -> None:
         if scheduler is not None:
             raise ConfigError(
                 f"Trainer was given optimizers=(None, {type(scheduler).__name__}) and the configuration has an optimizer section "
-                f"({kinds['optimizer']}), whose learning rate this scheduler does not change: give the scheduler's optimizer too and leave "
-                "the section out, or leave the scheduler out"
+                f"({kinds['optimizer']}), whose learning rate this scheduler does not change: pass its optimizer too and remove "
+                "the section, or remove the scheduler"
             )
         optim = str(getattr(trainer.args.optim, "value", trainer.args.optim))
         if optim not in (type(trainer.args).__dataclass_fields__["optim"].default, *_ADAMW):

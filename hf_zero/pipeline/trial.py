@@ -99,7 +99,7 @@ def way_that_agrees(
 
 
 def _errors(whole: Trial, parts: Sequence[Trial], weights: Sequence[float], close: Closeness) -> Iterator[float]:
-    """Yield the error of each gradient of each part, as a share of what ``close`` allows."""
+    """Yield the error of each gradient of each part, as a share of the tolerance of ``close``."""
     for place, gradient in enumerate(whole.gradients):
         found = [part.gradients[place] if place < len(part.gradients) else None for part in parts]
         shaped = next((one for one in (gradient, *found) if one is not None), None)

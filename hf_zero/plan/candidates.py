@@ -259,7 +259,7 @@ def families_of(space: Space, layout: Layout) -> list[Family]:
 
 
 def _shards_offloaded(stage: int, tier: Tier) -> bool:
-    """Return whether ``stage`` shards what ``tier`` offloads: parameters from stage 3 on, optimizer states from stage 1 on."""
+    """Return whether ``stage`` shards the tensors that ``tier`` offloads: parameters from stage 3 on, optimizer states from stage 1 on."""
     return stage >= (3 if tier.parameters != "device" else 1 if tier.optimizer != "device" else 0)
 
 

@@ -91,7 +91,7 @@ class Planner:
         return found
 
     def prepare(self, candidates: Sequence[Candidate], whole: bool = False) -> None:
-        """Plan the unknown ones of ``candidates`` in parallel; ``costs`` raises later for those that the engine refuses.
+        """Plan unknown ``candidates`` in parallel; ``costs`` raises later for candidates that the engine refuses.
 
         Args:
             candidates: The candidates.

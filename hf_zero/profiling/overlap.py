@@ -200,7 +200,7 @@ def _row_of(label: str) -> str:
 
 
 def _add_transfers(rows: dict[str, list[Span]], ours: Iterable[Event]) -> None:
-    """Add collectives from their issue to the end of the wait for them; those of one label are waited for in the order of issue."""
+    """Add collectives from their issue to the end of the wait for them; collectives of one label are waited for in the order of issue."""
     issued: dict[str, deque[float]] = defaultdict(deque)
     for event in sorted(ours, key=lambda event: (event.end, event.begin)):
         if event.name.startswith(ISSUED):

@@ -90,7 +90,7 @@ class WaitTimes:
             self._passed.append((kind, begin, end))
 
     def take(self, steps: int) -> dict[str, float]:
-        """Return the seconds per step by kind since the last call, ``steps`` steps ago; waits of streams are those of one step."""
+        """Return the seconds per step by kind since the last call, ``steps`` steps ago; waits of streams are measured in one step."""
         taken = {kind: self._seconds[kind] / steps for kind in WAITS}
         for kind, begin, end in self._passed:
             taken[kind] += self._stream.seconds(begin, end)

@@ -56,7 +56,7 @@ def mark_slice(batch: Batch, counted: bool) -> None:
 
 
 def copy_marks(given: Mapping[str, Any], copied: Mapping[str, Any]) -> None:
-    """Give the tensors of ``copied`` the marks of those of ``given`` that have their names: a copy to a device is another tensor.
+    """Copy the marks of tensors in ``given`` to tensors of the same names in ``copied``: a copy to a device is another tensor.
 
     A copy "to" ``cpu:0`` is one too, for tensors on the CPU have no index.
     """

@@ -135,7 +135,7 @@ def _gradients_of_runs(
     lse: torch.Tensor,
     above: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the gradient of queries, in the dtype of ``lse``, and add those of keys and values to ``sums``.
+    """Return the gradient of queries, in the dtype of ``lse``, and add the gradients of keys and values to ``sums``.
 
     Args:
         runs: As ``_Causal``'s.

@@ -40,7 +40,7 @@ _divided: WeakKeyDictionary[nn.Module, DividedImages] = WeakKeyDictionary()
 
 
 class DividedImages:
-    """The calls of one model that encode images, each rank those of a part of the images.
+    """The calls of one model that encode images; each rank encodes a part of the images.
 
     Args:
         model: The model, whose classes are wrapped once; instances that are not divided behave as before.

@@ -225,7 +225,7 @@ class _TokenTracer(Tracer):
             self.silent += 1
 
     def leave(self, path: str, output: Any) -> None:
-        """Note that a module call ends; what an item returns are slices."""
+        """Record the end of a module call; the results of an item are slices."""
         call = self.stack[-1]
         super().leave(path, output)
         if path in self.mixers:

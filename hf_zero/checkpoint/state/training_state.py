@@ -52,7 +52,7 @@ class TensorAxis:
 
 @dataclass(frozen=True)
 class Holders:
-    """This rank among those that share out one tensor, or the parts of it, when it is written.
+    """This rank's position among the ranks that divide the writing of one tensor, or of its parts.
 
     Attributes:
         rank: This rank's place; replicas of one shard are side by side, so that a file holds a row of a unit's elements.
@@ -118,7 +118,7 @@ class TrainingState:
 
     @property
     def holders_of_experts(self) -> Holders:
-        """Return the ranks that share the writing of experts: those that hold the same ones."""
+        """Return the ranks that hold the same experts and divide the writing of them."""
         topology = self.collectives.topology
         alike, together = topology.expert_data, topology.all_parts
         if together is None or alike is None:

@@ -87,7 +87,7 @@ def of_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.o
 
 
 def attributes_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the attributes of ``optimizer`` and of those that it holds."""
+    """Return the attributes of ``optimizer`` and of the optimizers that it holds."""
     return [dict(vars(one)) for one in (optimizer, *nested_of(optimizer))]
 
 

@@ -74,7 +74,7 @@ def join_states(optimizer: Optimizer) -> None:
 
 
 def load_together(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Call ``optimizer.load_state_dict``, after which ``optimizer`` and those that it holds have one ``state`` and the same groups again.
+    """Call ``optimizer.load_state_dict``, after which it and the optimizers that it holds have one ``state`` and the same groups again.
 
     The method makes a new ``state`` and new groups for ``optimizer``, for one that it holds, or for both.
     """

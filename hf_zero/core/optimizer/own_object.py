@@ -400,7 +400,7 @@ def allow_steps_over(network: Collectives) -> None:
 
 
 class _ForeignSteps:
-    """Hooks on the steps of all optimizers of this process that find those over parameters of an engine, from the first engine on."""
+    """Hooks on the steps of all optimizers of this process that detect steps over parameters of an engine, from the first engine on."""
 
     _hooked = False
 

@@ -488,7 +488,7 @@ class SharedBackward:
 
     @classmethod
     def close_all(cls) -> None:
-        """Close all engines at the end of a backward: first those that it has reached, in that order, then the others; collective."""
+        """Close all engines at the end of a backward: first the engines that it has reached, in that order, then all others; collective."""
         for engine in (*cls._reached, *(other for other in cls._begun if other not in cls._reached)):
             engine.close()
 

@@ -275,7 +275,7 @@ class GradientSum:
         self.shard: torch.Tensor | None = None
 
     def hops(self, completes: bool) -> tuple[Hop, ...]:
-        """Return the hops between those of the exchange and ``add``.
+        """Return the hops between the exchange's hops and ``add``.
 
         Args:
             completes: The micro-step completes an optimizer step.

@@ -426,7 +426,7 @@ class Reducer:
         return ""
 
     def clear(self, shows: bool = False) -> None:
-        """Discard all gradients, including gradients that scripts have set; ``shows``: leave those that ``param.grad`` shows there."""
+        """Discard all gradients, including gradients that scripts have set; ``shows``: keep gradients that ``param.grad`` shows."""
         self._home.end()
         self.added_to.clear()
         self.shown.reads.drop()

@@ -106,7 +106,7 @@ class TrainedUnits:
 
     def join(self, names: Container[str]) -> None:
         """Make units of the parameters ``names``, a part of ``joinable`` that is equal on all ranks, before they have a gradient: their
-        optimizer states are about to be loaded. The next step lets those that are frozen rest; collective.
+        optimizer states are about to be loaded. The next step stops training the frozen ones; collective.
         """
         self._trained.require_own()
         joining = [entry for entry in self._trained.outside() if entry.name in names]
