@@ -77,14 +77,9 @@ class SwapFolder:
 
 def _make_root(base: Path) -> None:
     """Create the folder ``base`` if it does not exist; the process of this machine that creates it warns, because its name may be wrong."""
-    own_files.make_folders(base.parent)
-    try:
-        base.mkdir()
-    except FileExistsError:
-        own_files.make_folders(base)  # raises if it is a file
-        return
-    free = gib(shutil.disk_usage(base).free)
-    logger.warning("nvme_path %r did not exist: it is created, on a file system with %s free. Check the name", str(base), free)
+    if own_files.make_folders(base):
+        free = gib(shutil.disk_usage(base).free)
+        logger.warning("nvme_path %r did not exist: it is created, on a file system with %s free. Check the name", str(base), free)
 
 
 class _Lock(enum.Enum):

@@ -315,15 +315,21 @@ def scratch_folder(prefix: str) -> Path:
     return Path(tempfile.mkdtemp(prefix=prefix))
 
 
-def make_folders(path: Path) -> None:
-    """Create a folder that the user names, and its parents, if they do not exist.
+def make_folders(path: Path) -> bool:
+    """Create a folder that the user names, and its parents, if they do not exist; return whether this call has created it.
 
     Raises:
         CheckpointError: The path was the URL of an object store.
         OSError: The file system refuses.
     """
     require_folder(path)
-    path.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir()
+    except FileExistsError:
+        path.mkdir(exist_ok=True)  # raises if it is a file
+        return False
+    return True
 
 
 def make_inner(base: Path, relative: str) -> Folder:
