@@ -160,7 +160,7 @@ def _require_own(training: Training, unit: Unit, index: int, what: str) -> None:
     param = unit.params[index]
     if param is not None and training.shown.is_written(param):
         name = unit.layout.slots[index].name
-        raise StateError(f"{what} of {name}: the script has assigned {name}.grad; use safe_get_full_grad and safe_set_full_grad instead")
+        raise StateError(f"{what} of {name}: {name}.grad was written by the script; use safe_get_full_grad and safe_set_full_grad instead")
 
 
 def _everyone(gradients: UnitGradients) -> Collectives:

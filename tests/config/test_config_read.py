@@ -70,7 +70,7 @@ def test_comments_and_trailing_commas() -> None:
         ("{'a': 1}", ["not JSON", "line 1, column 2"]),
         ('{"a": 1,\n "b": }', ["line 2, column 7"]),
         ("{} {}", ["not JSON"]),
-        ('{"fp16": {"enabled": true, "enabled": false}}', ["`enabled` stands twice"]),
+        ('{"fp16": {"enabled": true, "enabled": false}}', ["`enabled` occurs twice"]),
         (None, ["NoneType"]),
         (3, ["int"]),
         (base64.b64encode(b"[1]").decode(), ["neither an existing file"]),

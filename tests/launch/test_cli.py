@@ -51,7 +51,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_without_a_command_it_says_what_to_do_next(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys)
     assert (code, err) == (0, "")
-    assert f"hf_zero {hf_zero.__version__}" in out and "answered by hf_zero" in out
+    assert f"hf_zero {hf_zero.__version__}" in out and "served by hf_zero" in out
     for command in ("accelerate launch", "hf-zero launch", "hf-zero explain", "hf-zero report", "hf-zero convert"):
         assert command in out
 

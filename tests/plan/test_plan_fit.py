@@ -394,7 +394,7 @@ def test_files_of_another_run_stay(tmp_path: Path) -> None:
 FIT = ["--fit", "--global-batch", "8", "--memory", "1GB"]
 WRONG: list[tuple[list[str], list[str]]] = [
     (["--fit", "--memory", "1GB"], ["--global-batch"]),
-    ([*FIT, "--offload-activations"], ["--fit tries --offload-activations by itself"]),
+    ([*FIT, "--offload-activations"], ["--fit chooses --offload-activations"]),
     (["--fit", "--global-batch", "8"], ["--memory"]),
     ([*FIT, "--global-batch", "7", "--ranks", "2", "--axes", "none"], ["--global-batch 7", "2 data-parallel"]),
     ([*FIT, "--axes", "pipelines"], ["--axes", "pipelines", "tensor"]),
