@@ -21,7 +21,7 @@ import re
 import stat
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -540,13 +540,11 @@ def _file_or_folder(output: str) -> str:
 def _former_files(path: str, stem: str, ending: str) -> list[str]:
     """Return the files of a model that was written as `path` before: `from_pretrained` prefers one file to an index of several."""
     numbered = re.compile(rf"{stem}-\d{{5}}-of-\d{{5}}{re.escape(ending)}")
-    try:
-        with open(f"{path}.index.json", encoding="utf-8") as index:
-            listed = [str(name) for name in json.load(index)["weight_map"].values()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        listed = []
+    listed: list[str] = []
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        listed = [str(name) for name in json.loads(_read_small(f"{path}.index.json", 1 << 26))["weight_map"].values()]
     inside = {os.path.join(os.path.dirname(path), name) for name in listed if numbered.fullmatch(name)}
-    return [old for old in (path, f"{path}.index.json", *inside) if os.path.lexists(old)]
+    return [old for old in (path, f"{path}.index.json", *inside) if os.path.lexists(old) and not os.path.isdir(old)]
 
 
 def _save(checkpoint: Checkpoint, names: list[str], path: str) -> list[str]:
