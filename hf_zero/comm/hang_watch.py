@@ -60,7 +60,7 @@ class LongWaits:
             _current.owners[self] = seconds
             return
         if _current is not None:
-            _current.end()
+            _current.stop()
         own = _own_connection(store, dist.get_world_size())
         if own is not None:
             _current = HangWatch(store, own, dist.get_rank(), dist.get_world_size())
@@ -76,7 +76,7 @@ class LongWaits:
 @atexit.register
 def _end() -> None:
     if _current is not None:
-        _current.end(process=True)
+        _current.stop(process=True)
 
 
 def current() -> HangWatch | None:
@@ -174,8 +174,10 @@ class HangWatch(threading.Thread):
         """Return whether this thread is running and uses ``store``."""
         return self.store is store and self.is_alive() and not self._over.is_set()
 
-    def end(self, process: bool = False) -> None:
+    def stop(self, process: bool = False) -> None:
         """End the thread; wait for it only for a moment, because the store may not answer, unless the process ends.
+
+        Test suites (Lightning's) stop daemon threads that a test has left by a method of this name.
 
         [Note: a thread in the store at the end] A call of torch's stores that returns while the interpreter ends asks for Python's lock,
         and Python then unwinds the thread's stack through C++ that allows no unwinding: the process ends with SIGABRT ("terminate called

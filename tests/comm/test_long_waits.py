@@ -330,7 +330,7 @@ def test_a_process_does_not_end_while_the_thread_is_in_the_store(monkeypatch: py
     watch.owners[owner] = 0.01
     watch.start()
     assert own.called.wait(processes.MOST_SECONDS)
-    watch.end(process=True)
+    watch.stop(process=True)
     assert not watch.is_alive()
     assert own.get("standing/0") == b"0 " + hang_watch.ENDED.encode()
 
