@@ -127,7 +127,9 @@ def _memory_in_common() -> None:
             config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
             optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
             if trained:
-                with pytest.raises(StateError, match=rf"(embed.weight and {other}|{other} and embed.weight) are two tensors that share memory"):
+                with pytest.raises(
+                    StateError, match=rf"(embed.weight and {other}|{other} and embed.weight) are two tensors that share memory"
+                ):
                     hf_zero.initialize(model=model, optimizer=optimizer, config=config)
             else:
                 hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0].destroy()
