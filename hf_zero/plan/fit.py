@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ LONG = 8192
 _LINE_SECONDS = 10.0  # between two lines about a search, where no bar is shown
 _EXAMPLES = 4  # excluded candidates that are printed, of each kind of reason
 _RATES = ("memory", "host-link", "host-memory", "disk")
-Settle = Callable[[Mapping[str, Any], int], dict[str, Any]]
+Settle = Callable[..., dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class PlanInputs:
         model: The user's choices for the model.
         cluster: Number and place of the ranks.
         hardware: Limits and rates of the hardware.
-        settle: Function that completes a configuration for a plan, from the configuration and the micro-batch size.
+        settle: Function that completes a configuration for a plan: from the configuration, the micro-batch size, and ``sources=``.
         sources: Values that replace "auto" in the configuration, by the names of training arguments.
     """
 
@@ -155,9 +156,9 @@ def _planner(options: argparse.Namespace, inputs: PlanInputs) -> Planner:
 
     cluster, limits = inputs.cluster, inputs.hardware
     base = read_config(options.config) if options.config is not None else {"bf16": {"enabled": True}}
-    filled(base, inputs.sources)  # raises before the model is built
+    filled(base, inputs.sources)  # raises before the model is built; the base keeps "auto", which --write writes
     blocks = blocks_of(inputs.model)
-    base = filled(base, {"hidden_size": blocks.hidden, **inputs.sources})
+    settle = partial(inputs.settle, sources={"hidden_size": blocks.hidden, **inputs.sources})
     sequence = sequence_of(options.sequence, blocks.positions)
     layouts = layouts_of(base, cluster.ranks, cluster.ranks_per_node, _axes(options.axes, blocks.experts, sequence))
     tiers = tiers_of(cluster.on_host, options.nvme_path)
@@ -166,7 +167,7 @@ def _planner(options: argparse.Namespace, inputs: PlanInputs) -> Planner:
     space = Space(base, cluster.ranks, *asked, not cluster.on_host, recomputes)
     require_batch(space)
     workers = Workers(min(processors(), SHOWN))  # a search never plans more at the same time
-    return Planner(space, blocks, cluster, limits, sequence, options.attention, inputs.settle, workers=workers)
+    return Planner(space, blocks, cluster, limits, sequence, options.attention, settle, workers=workers)
 
 
 def _axes(text: str | None, experts: bool, sequence: int) -> list[str]:
@@ -262,12 +263,13 @@ def _given_rates(options: argparse.Namespace) -> dict[str, float]:
 
 
 def _rates(options: argparse.Namespace, inputs: PlanInputs, base: Mapping[str, Any]) -> Rates:
+    from hf_zero.config.auto import filled
     from hf_zero.plan.costs import rates_of
     from hf_zero.plan.measure import measure
 
     cluster, limits = inputs.cluster, inputs.hardware
     given = {"tflops": limits.flops and limits.flops / 1e12, "link": limits.link, "node-link": limits.node_link, **_given_rates(options)}
-    measured = measure(base, cluster.ranks_per_node, cluster.on_host) if options.measure else {}
+    measured = measure(filled(base, inputs.sources), cluster.ranks_per_node, cluster.on_host) if options.measure else {}
     return rates_of(given, measured, cluster.near, cluster.on_host)
 
 

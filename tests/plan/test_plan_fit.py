@@ -324,7 +324,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def found(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """A search's answer, and the folder it has written."""
     folder = tmp_path_factory.mktemp("found") / "best"
-    words = ["--config", '{"zero_optimization": {"stage": 0}}', "--ranks", "2", "--device", "cpu", "--memory", "1100kB", "--sequence", "8"]
+    config = {"zero_optimization": {"stage": 0, "stage3_prefetch_bucket_size": "auto"}}
+    words = ["--config", json.dumps(config), "--ranks", "2", "--device", "cpu", "--memory", "1100kB", "--sequence", "8"]
     search = ["--fit", "--axes", "none", "--global-batch", "8", "--micro-batch", "2", "--json", "--write", str(folder)]
     said = io.StringIO()
     with redirect_stdout(said), redirect_stderr(io.StringIO()) as errors:
@@ -346,6 +347,7 @@ def test_what_is_written_is_the_best(found: tuple[Path, dict[str, Any]]) -> None
     folder, answer = found
     best = answer["best"][0]
     assert json.loads((folder / "ds.json").read_text()) == best["config"]
+    assert best["config"]["zero_optimization"]["stage3_prefetch_bucket_size"] == "auto"  # a run fills it from its own arguments
     assert best["config"]["zero_optimization"]["stage"] in (1, 2, 3)  # stage 0 takes more
     assert best["peak_bytes_per_rank"]["host"] <= 550_000
     launched = config_args.load_config_from_file(str(folder / "accelerate.yaml"))

@@ -267,7 +267,7 @@ class _Stage12(_Reader):
         self._by_mappings = bool(ranks[0].get("param_slice_mappings")) and self._mappings_are_right()
 
     def _mappings_are_right(self) -> bool:
-        """Return whether to take the places of parameters from ``param_slice_mappings``, or, if the two differ, from ``param_shapes``.
+        """Return whether ``param_slice_mappings`` has the right places of parameters; otherwise they follow from ``param_shapes``.
 
         With ``round_robin_gradients`` DeepSpeed writes the former in the order of the model's parameters, and the arrays in another. Files
         of older versions lack the paddings without which the latter are wrong. The weights in ``module`` decide.
@@ -283,7 +283,7 @@ class _Stage12(_Reader):
                 return by_mappings
         raise CheckpointError(
             f"{self.folder}: param_slice_mappings and param_shapes give parameters different places (as with "
-            "zero_optimization.round_robin_gradients), and at neither places are the weights of module. Save again with "
+            "zero_optimization.round_robin_gradients), and the masters at neither of them are the weights in module. Save again with "
             "round_robin_gradients false"
         )
 
