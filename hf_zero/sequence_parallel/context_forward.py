@@ -120,7 +120,8 @@ class DividedForwards(BoundForwards):
             warn_once(
                 f"context parallelism: the forward of {self.inside} is its own, and may compute any loss: the sequences of the model "
                 "inside are divided, and the rest, as logits and the loss, is computed for whole sequences on every rank. Results are "
-                "exact. To divide the rest too, compute the loss with shift_labels, or pass **kwargs of the forward to self.loss_function"
+                "exact. To divide the rest too, compute the loss as a mean over the shift_labels that are not -100, or pass **kwargs of the "
+                "forward to self.loss_function"
             )
 
     def remove(self) -> None:
