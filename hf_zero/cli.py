@@ -283,9 +283,9 @@ hf-zero COMMAND --help      list the flags of a command"""
 
 def _next_steps(options: argparse.Namespace) -> int:
     from hf_zero import __version__
-    from hf_zero.environment import who_answers_as_deepspeed
+    from hf_zero.environment import provider_of_deepspeed
 
-    print(_NEXT_STEPS.format(version=__version__, answered=who_answers_as_deepspeed()))
+    print(_NEXT_STEPS.format(version=__version__, answered=provider_of_deepspeed()))
     return 0
 
 

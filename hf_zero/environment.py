@@ -110,7 +110,7 @@ def _host_memory_bytes() -> int:
         return 0
 
 
-def who_answers_as_deepspeed() -> str:
+def provider_of_deepspeed() -> str:
     """Return what ``import deepspeed`` would import: "hf_zero", "DeepSpeed" or "nothing"."""
     from hf_zero.deepspeed.alias.finder import alias_is_active, real_deepspeed_importable
 
@@ -122,7 +122,7 @@ def _deepspeed_facts() -> dict[str, str]:
 
     facts = {
         "real DeepSpeed installed": "yes" if real_deepspeed_importable() else "no",
-        "`import deepspeed` is": who_answers_as_deepspeed(),
+        "`import deepspeed` is": provider_of_deepspeed(),
     }
     version = installed_version("deepspeed")
     if version:

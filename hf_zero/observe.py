@@ -118,12 +118,12 @@ def set_meter(meter: WaitMeter | None) -> None:
 def record_labels() -> Iterator[list[str]]:
     """Return a context that yields a list and appends each label noted inside it; trace tests compare the lists."""
     labels: list[str] = []
-    with told(labels.append):
+    with listening(labels.append):
         yield labels
 
 
 @contextmanager
-def told(listener: Callable[[str], None]) -> Iterator[None]:
+def listening(listener: Callable[[str], None]) -> Iterator[None]:
     """Call ``listener`` with each label that is noted inside the ``with`` block."""
     _listeners.append(listener)
     try:
@@ -205,7 +205,7 @@ def announce(message: str) -> None:
 
 
 @contextmanager
-def hushed() -> Iterator[None]:
+def messages_suppressed() -> Iterator[None]:
     """Suppress announcements and messages below ERROR inside the ``with`` block, for engines that are made for a measurement."""
     global _announcements_off
     before, level = _announcements_off, logger.level

@@ -182,8 +182,8 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             "ranks are not compared at a step",
-            "same_pace(self.runtime.micro_steps)",
-            "same_pace(0)",
+            "same_micro_steps(self.runtime.micro_steps)",
+            "same_micro_steps(0)",
             ("tests/core/test_same_pace.py",),
         ),
         (

@@ -137,7 +137,7 @@ class Sent:
 
         self._networks, self._label = _networks(self.model), ""
         self._before = {network: network.sent_bytes for network in self._networks}
-        self._told = observe.told(self._note)
+        self._told = observe.listening(self._note)
         self._told.__enter__()
         return self
 

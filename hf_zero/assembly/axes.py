@@ -19,7 +19,7 @@ from hf_zero.expert_parallel.apply import divide_model
 from hf_zero.expert_parallel.find import modules_of_experts
 from hf_zero.expert_parallel.held import mark_again
 from hf_zero.pipeline.apply import divide_layers, plan_pipeline, put_forward
-from hf_zero.sequence_parallel.attention import standing_in, trade_in_attention
+from hf_zero.sequence_parallel.attention import attention_replaced, exchange_heads_in_attention
 from hf_zero.sequence_parallel.forward import SliceSettings
 from hf_zero.sequence_parallel.state import ContextParallel, SequenceParallel, sequence_groups, sequence_parallel_of
 from hf_zero.tensor_parallel.split import is_split, mark_own_layers, model_topology, split_model
@@ -83,7 +83,7 @@ def _context_parallel(source: dict[str, Any], mpu: Any, model: nn.Module, mesh: 
             f"context parallelism over {mesh.cp} ranks and sequence-parallel groups of the mpu object cannot be combined: give "
             "sequence_parallel_size and hf_zero.context_parallel_size in the configuration, without mpu"
         )
-    settings = SliceSettings(None, True, None, trade_in_attention, standing_in)
+    settings = SliceSettings(None, True, None, exchange_heads_in_attention, attention_replaced)
     own = source.get("hf_zero")
     strategy = str((own if isinstance(own, dict) else {}).get("context_parallel_strategy") or "allgather").lower()
     return ContextParallel(*context_topology(_topology(mpu, model, mesh.tp), mesh.cp, mesh.sp), settings, strategy)

@@ -116,7 +116,7 @@ class GradientsBuilder:
 
         def ask(late: list[bool]) -> Callable[[], list[bool]]:
             vote = data.begin_vote(late, "late gradients")
-            return lambda: [bool(answer) for answer in data.told(vote, late)]
+            return lambda: [bool(answer) for answer in data.wait_for_vote(vote, late)]
 
         return Reducer(entries, self._exchange, overlap, ask, tell, self._networks.topology.device)
 

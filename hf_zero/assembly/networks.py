@@ -45,7 +45,7 @@ class Networks:
         self.model = open_collectives(self.topology.model) if self.topology.model is not None else None
         self.nodes = nodes_of([self.collectives.data, *([self.model] if self.model is not None else [])])
         self._per_node = self._ranks_in_each_node()
-        self.collectives.lie_in_nodes(self._per_node)
+        self.collectives.set_ranks_per_node(self._per_node)
         self.inside = self._ranks_inside()
         groups = {"shard groups (mics_shard_size, dp_replicate)": self.topology.world} if self.topology.replicate is not None else {}
         require_fit(axes.mesh, self.nodes, {**groups, "copies in the node (zero_hpz_partition_size, param_shard_size)": self.inside})

@@ -31,7 +31,7 @@ from hf_zero.comm.topology import Topology
 from hf_zero.config.resolve import ResolvedConfig
 from hf_zero.config.schema.root import ZeroConfig
 from hf_zero.core.engine_parts import EngineParts, Preemption
-from hf_zero.core.generation import Generation, PlainGeneration, StandsBefore
+from hf_zero.core.generation import Generation, PlainGeneration, WrappedGenerate
 from hf_zero.core.holdings import holdings, loose_tensors
 from hf_zero.core.model_init import warn_if_built_whole
 from hf_zero.core.optimizer.own_object import refuse_steps_over
@@ -313,7 +313,7 @@ def attach_generation(module: nn.Module, runtime: Runtime, units: Sequence[Unit]
     Ranks that hold layers together must draw the same tokens, whatever seeds a script has set since.
     """
     synced = networks.topology.expert is not None
-    generation: StandsBefore = PlainGeneration()
+    generation: WrappedGenerate = PlainGeneration()
     if runtime.schedule is not None or synced:
         generation = Generation(runtime, units, networks.collectives.data, config.hf_zero.gather_for_generation, synced)
     if networks.topology.layers.model is not None:

@@ -196,7 +196,7 @@ class EngineCheckpoints:
         _share_buffers(state)
         snapshots.take(state, client_state(), beside, self._settings.pickle_client_state)
         if self.rewinds is not None:
-            self.rewinds.took_snapshot(engine.progress.global_steps)
+            self.rewinds.snapshot_taken(engine.progress.global_steps)
         logger.debug("snapshot of step %d copied (%.3f s)", engine.progress.global_steps, time.monotonic() - start)
         return True
 
@@ -208,7 +208,7 @@ class EngineCheckpoints:
     def remind_of_snapshots(self, steps: int) -> Mapping[str, float]:
         """Warn after ``steps`` optimizer steps if the script takes no snapshots; a measure of ``Reports`` without numbers."""
         if self.snapshots is not None:
-            self.snapshots.remind(steps)
+            self.snapshots.warn_if_unused(steps)
         return {}
 
     def load(
@@ -291,7 +291,7 @@ class EngineCheckpoints:
         )
 
     def rewind(self, engine: Engine) -> None:
-        """Take ``engine`` back to the newest saved state after a spike; see ``rewinds.Rewinds.go_back``. Collective."""
+        """Take ``engine`` back to the newest saved state after a spike; see ``rewinds.Rewinds.restore_newest``. Collective."""
         if self.rewinds is None:
             return
         self.wait()
@@ -301,7 +301,7 @@ class EngineCheckpoints:
             return self.state_of(engine, loads=True)
 
         state = self._agreed("going back after a spike", ask)
-        self.rewinds.go_back(engine, state, self.snapshots, self._settings.pickle_client_state)
+        self.rewinds.restore_newest(engine, state, self.snapshots, self._settings.pickle_client_state)
 
     def load_averages(self, engine: Engine, folder: str, averages: AveragedWeights) -> None:
         """Read averages that were made after ``folder`` was loaded; see ``load.load_averages``."""

@@ -93,7 +93,7 @@ class Rewinds:
         """Record the checkpoint that was just saved."""
         self._checkpoint = checkpoint
 
-    def took_snapshot(self, steps: int) -> None:
+    def snapshot_taken(self, steps: int) -> None:
         """Record that a snapshot was begun after ``steps`` optimizer steps."""
         self._since = steps if self._since is None else self._since
 
@@ -108,7 +108,7 @@ class Rewinds:
 
     # -- going back -----------------------------------------------------------------------------------------------------
 
-    def go_back(self, engine: Engine, state: TrainingState, snapshots: Snapshots | None, may_unpickle: bool) -> None:
+    def restore_newest(self, engine: Engine, state: TrainingState, snapshots: Snapshots | None, may_unpickle: bool) -> None:
         """Restore the newest saved state of ``engine``; if there is none to restore, log this and change nothing. Collective.
 
         Args:
@@ -152,7 +152,7 @@ class Rewinds:
         progress.skipped_steps = counters["skipped_steps"] + step - counters["global_steps"]
         spikes.rewound(rewinds, updates, step, measured)
         if snapshots is not None:
-            snapshots.want()  # so restarted ranks do not train the batches before it again
+            snapshots.request_snapshot()  # so restarted ranks do not train the batches before it again
         log_rank0(
             "step=%d: restored %s; the batches of steps %d to %d are skipped, and training continues",
             step,

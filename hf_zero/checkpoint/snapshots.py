@@ -191,11 +191,11 @@ class Snapshots:
             self._looked_at, self._wanted = steps, False
         return due
 
-    def want(self) -> None:
+    def request_snapshot(self) -> None:
         """Request a snapshot after this step; every rank must call it."""
         self._wanted = True
 
-    def remind(self, steps: int) -> None:
+    def warn_if_unused(self, steps: int) -> None:
         """Record an optimizer step; warn once if the script takes no snapshots although the configuration requests them."""
         if self._first < 0:
             self._first = steps

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hf_zero.comm.bootstrap import init_distributed
 from hf_zero.comm.process_groups import Lines, default_device, divide_twice, lines_of_all
-from hf_zero.comm.topology import Topology, all_ranks, axis_over, join_topologies, lines_of, newest_is, require_divisor
+from hf_zero.comm.topology import Topology, all_ranks, axis_over, join_topologies, lines_of, record_newest, require_divisor
 
 
 def divide_stages(stages: int, tensor: int = 1) -> Topology:
@@ -38,7 +38,7 @@ def divide_stages(stages: int, tensor: int = 1) -> Topology:
     layers = [rank_of[stage][place] for stage in range(stages) for place in range(data)]
     found = join_topologies(*divide_twice(everyone, ("pipeline", stages, tensor), alike, together, device), device)
     pipe, tensors = divide_twice(everyone, ("stages", stages, tensor), through, layers, device)
-    return newest_is("model", replace(found, pipe=axis_over(pipe, device), tensor=axis_over(tensors, device) if tensor > 1 else None))
+    return record_newest("model", replace(found, pipe=axis_over(pipe, device), tensor=axis_over(tensors, device) if tensor > 1 else None))
 
 
 def stages_together(topology: Topology, stages: Sequence[int]) -> Topology:

@@ -175,8 +175,8 @@ class RecordedCollectives(Collectives):
         """Return the number of bytes sent so far."""
         return self.inner.sent_bytes
 
-    def lie_in_nodes(self, per_node: int) -> None:
-        self.inner.lie_in_nodes(per_node)
+    def set_ranks_per_node(self, per_node: int) -> None:
+        self.inner.set_ranks_per_node(per_node)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, unit: str) -> Pending:
         return self._record("all_gather", unit, full, lambda: self.inner.all_gather(full, shard, unit))
@@ -205,8 +205,8 @@ class RecordedCollectives(Collectives):
         # Messages between ranks of gloo can be waited for once, so the end of the wait is the vote's.
         return self._noted(call, vote)
 
-    def told(self, vote: Pending | None, values: Sequence[float]) -> list[float]:
-        return self.inner.told(vote, values)
+    def wait_for_vote(self, vote: Pending | None, values: Sequence[float]) -> list[float]:
+        return self.inner.wait_for_vote(vote, values)
 
     def connect(self) -> None:
         self.inner.connect()

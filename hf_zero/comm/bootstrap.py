@@ -18,7 +18,7 @@ from hf_zero.errors import CollectiveError, ConfigError
 from hf_zero.launch.placement import export_placement, require_address
 from hf_zero.launch.rank import end_with_launcher
 from hf_zero.observe import log_rank0
-from hf_zero.system.last_words import tell_launcher
+from hf_zero.system.last_words import report_to_launcher
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _made = 0  # number of default groups so far: a second one must not find the addresses of the first
@@ -92,7 +92,7 @@ def _listen(family: socket.AddressFamily, address: str, port: int) -> int | None
 
 
 @contextmanager
-def meeting(timeout: timedelta) -> Iterator[None]:
+def rendezvous_errors(timeout: timedelta) -> Iterator[None]:
     """Wrap the meeting of the ranks in a context that turns an error into one line with this rank and the address.
 
     Args:
@@ -181,7 +181,7 @@ def init_distributed(
         CollectiveError: The ranks did not meet: rank 0 cannot be reached, or a rank is missing.
     """
     end_with_launcher()
-    tell_launcher()
+    report_to_launcher()
     device = default_device()
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
@@ -204,7 +204,7 @@ def init_distributed(
         missing = [name for name in _RENDEZVOUS if name not in os.environ]
         if init_method is None and rank < 0 and missing:
             raise ConfigError(f"environment variables {', '.join(missing)} are missing; start with torchrun or accelerate launch")
-        with meeting(timeout):
+        with rendezvous_errors(timeout):
             store = (store_of_launcher(timeout) or store_at_address(timeout)) if init_method is None and rank < 0 else None
             if store is not None:
                 rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

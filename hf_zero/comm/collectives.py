@@ -188,7 +188,7 @@ class Collectives(ABC):
         """
         return self.joint or self
 
-    def lie_in_nodes(self, per_node: int) -> None:  # noqa: B027 - most back ends choose their own routes
+    def set_ranks_per_node(self, per_node: int) -> None:  # noqa: B027 - most back ends choose their own routes
         """Set the number of adjacent ranks of the axis in each node to ``per_node``, the same on all ranks; 0 if it is unknown."""
 
     @abstractmethod
@@ -273,7 +273,7 @@ class Collectives(ABC):
 
     def largest_of(self, values: Sequence[float], unit: str) -> list[float]:
         """Return for each of ``values`` (to 24 bits) the maximum over ranks, the same on every rank. Waits like ``any_rank``."""
-        return self.told(self.begin_vote(values, unit), values)
+        return self.wait_for_vote(self.begin_vote(values, unit), values)
 
     def begin_vote(self, values: Sequence[float], unit: str) -> Pending | None:
         """Send ``values`` to the other ranks, if there are any, without waiting; ``told`` returns the result. One vote at a time.
@@ -289,7 +289,7 @@ class Collectives(ABC):
             return self._disseminate(votes, observe.note("all_reduce", unit))
         return self.all_reduce(votes, unit, dist.ReduceOp.MAX).then(lambda _: votes)
 
-    def told(self, vote: Pending | None, values: Sequence[float]) -> list[float]:
+    def wait_for_vote(self, vote: Pending | None, values: Sequence[float]) -> list[float]:
         """Wait for ``vote``, to which this rank has contributed ``values``, and return what ``largest_of`` does."""
         if vote is None:
             return list(values)

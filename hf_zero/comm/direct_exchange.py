@@ -93,7 +93,7 @@ class GlooCollectives(Collectives):
         self._per_node = 0  # ranks of the axis on each node, if there are several nodes and a node has several ranks
         self._relay: Relay | None = None
 
-    def lie_in_nodes(self, per_node: int) -> None:
+    def set_ranks_per_node(self, per_node: int) -> None:
         self._per_node = per_node if 1 < per_node < self.world else 0
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, unit: str) -> Pending:

@@ -133,7 +133,7 @@ def _waiting_thread() -> tuple[FrameType, str, Any] | None:
 
 def _operation(frame: FrameType, main: bool) -> tuple[str, Any] | None:
     """Return the operation in which a thread waits and its group (None if unknown); None if the thread waits in no operation."""
-    callers = list(stacks.outwards(frame))
+    callers = list(stacks.outer_frames(frame))
     own = next((one for one in callers if one.f_code.co_filename.endswith(_OWN) and one.f_code.co_name in _OWN_NAMES), None)
     in_torch = [one for one in callers if one.f_code.co_filename.endswith(_TORCH)]
     group = _group_of(in_torch)

@@ -156,7 +156,7 @@ def build_topology(
     require_divisor(model_parallel, len(ranks), "tensor_parallel.autotp_size")
     data = [ranks[place::model_parallel] for place in range(model_parallel)]
     groups = divide_twice(group, ("model", model_parallel), data, _adjacent(ranks, model_parallel), device)
-    return newest_is("model", join_topologies(*groups, device))
+    return record_newest("model", join_topologies(*groups, device))
 
 
 def topology_around(model: Sequence[int]) -> Topology:
@@ -178,7 +178,7 @@ def topology_around(model: Sequence[int]) -> Topology:
     if sum(lines, []) == everyone:
         return build_topology(model_parallel=size)
     data, device = [[line[place] for line in lines] for place in range(size)], default_device()
-    return newest_is("model", join_topologies(*divide_twice(all_ranks(), tuple(map(tuple, lines)), data, lines, device), device))
+    return record_newest("model", join_topologies(*divide_twice(all_ranks(), tuple(map(tuple, lines)), data, lines, device), device))
 
 
 def join_topologies(data: dist.ProcessGroup, model: dist.ProcessGroup, device: torch.device | None = None) -> Topology:
@@ -241,7 +241,7 @@ def sequence_topology(size: int, key: str = "sequence_parallel_size") -> Topolog
     backend = "cpu:gloo" if len(lines) > 1 and str(dist.get_backend()) == "gloo" else None
     same_slice, sequence = divide_twice(group, ("sequence", size), _across(lines), lines, default_device(), backend)
     topology = replace(axis_over(group), sequence=axis_over(sequence), same_slice=same_slice, replica=dist.get_rank() // size)
-    return newest_is("sequence", topology)
+    return record_newest("sequence", topology)
 
 
 def context_topology(base: Topology, context: int, sequence: int = 1) -> tuple[Topology, Topology, Topology | None]:
@@ -267,7 +267,7 @@ def context_topology(base: Topology, context: int, sequence: int = 1) -> tuple[T
     apart = [line for axis in axes for line in _across(_adjacent(axis, size))]
     backend = "cpu:gloo" if len(together) > 1 and str(dist.get_backend()) == "gloo" else None  # [Note: cpu:gloo]
     same_slice, joint = divide_twice(base.group, ("context", size), apart, together, device, backend)
-    topology = newest_is("sequence", replace(base, sequence=axis_over(joint, device), same_slice=same_slice, replica=base.rank // size))
+    topology = record_newest("sequence", replace(base, sequence=axis_over(joint, device), same_slice=same_slice, replica=base.rank // size))
     if sequence == 1:
         return topology, axis_over(joint, device), None
     across = [line[place::sequence] for line in together for place in range(sequence)]
@@ -291,7 +291,7 @@ def join_sequence(sequence: dist.ProcessGroup, joint: dist.ProcessGroup) -> Topo
         key = ("same slice", tuple(map(tuple, lines)))
         _, same_slice = divide_twice(joint, key, [ranks], _across(lines), default_device())
     topology = replace(axis_over(joint), sequence=axis_over(sequence), same_slice=same_slice, replica=lines.index(own))
-    return newest_is("sequence", topology)
+    return record_newest("sequence", topology)
 
 
 def joint_topology(topology: Topology) -> Topology:
@@ -351,7 +351,7 @@ def require_divisor(size: int, world: int, key: str, ranks: str = "ranks", least
 _newest_with: dict[Axis, Topology] = {}
 
 
-def newest_is(axis: Axis, topology: Topology) -> Topology:
+def record_newest(axis: Axis, topology: Topology) -> Topology:
     """Record ``topology`` as the newest one with ``axis``, and return it."""
     _newest_with[axis] = topology
     return topology

@@ -12,7 +12,7 @@ from hf_zero.config.keys import default_of, extra_of, nested_of, spellings_of
 from hf_zero.config.problems import Problems, nearest, show
 from hf_zero.config.schema.fields import Section, asks, is_on
 from hf_zero.config.schema.training import OptimizerParams, SchedulerParams
-from hf_zero.config.spelling import torch_class, truth
+from hf_zero.config.spelling import boolean_of, torch_class
 
 OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lion", "SGD", "Lamb", "Muon", "OneBitAdam")
 """Optimizers by config, in any letter case; any class of torch.optim that updates parameters one by one is allowed beside them."""
@@ -330,7 +330,7 @@ def _check_arguments(section: str, block: dict[str, Any], problems: Problems) ->
             wanted = "a finite number"
         elif any(number < 0 for number in _floats(value)) and not (isinstance(default, (int, float)) and default < 0):
             wanted = "a number, at least 0"
-        elif isinstance(default, bool) and truth(value) is None:
+        elif isinstance(default, bool) and boolean_of(value) is None:
             wanted = "true or false"
         elif isinstance(default, (int, float)) and not isinstance(default, bool) and _number(value) is None:
             wanted = "a number"

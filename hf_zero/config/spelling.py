@@ -101,7 +101,7 @@ class Speller:
         """
         block_path = extra_of(section.model_fields[name])["into"].partition(":")[0].rpartition(".")[0]
         block = block_path.rpartition(".")[2]
-        on = False if isinstance(value, str) and value == "auto" else truth(value)
+        on = False if isinstance(value, str) and value == "auto" else boolean_of(value)
         if on is None:
             self.problems.error(here, f"is {show(value)}; allowed: true or false")
         if on and raw.get(block) is not None:
@@ -126,8 +126,8 @@ class Speller:
             return None
         if nested.kind == "map" and isinstance(value, Mapping):
             return {key: self._block(item, nested.section, f"{path}.{key}", kind) for key, item in value.items()}
-        if extra_of(section.model_fields[name]).get("bool_ok") and truth(value) is not None:
-            if not truth(value):
+        if extra_of(section.model_fields[name]).get("bool_ok") and boolean_of(value) is not None:
+            if not boolean_of(value):
                 return None
             if name == "zero_optimization":
                 self.origin[f"{path}.stage"] = f"file ({path}: true)"
@@ -197,7 +197,7 @@ class Speller:
             self.problems.warn(key, "is ignored: it resembles no known key, so it counts as a key of your script")
 
 
-def truth(value: Any) -> bool | None:
+def boolean_of(value: Any) -> bool | None:
     """Return True or False for booleans and their usual texts; None for other values."""
     text = str(value).strip().lower() if isinstance(value, (bool, int, str)) else ""
     return True if text in _TRUE_TEXTS else False if text in _FALSE_TEXTS else None

@@ -254,7 +254,7 @@ class Engine(nn.Module):
         if result.groups:  # if not, another replica group has taken the step, and this one has received the state after it
             progress.count_step(samples, result.norm, result.skipped)
             progress.last_loss = self.spikes.loss.last
-            if self.spikes.asks_to_rewind(progress.global_steps):
+            if self.spikes.requires_rewind(progress.global_steps):
                 self.checkpoints.rewind(self)
             if self.lr_scheduler is not None and not result.skipped:
                 step_schedule(self.lr_scheduler, lr_kwargs, samples)
@@ -330,7 +330,7 @@ class Engine(nn.Module):
 
     def _broke_off(self) -> None:
         """Record that a backward failed with an error: the gradients since the last optimizer step are lost; local."""
-        self.accumulation.broke_off()
+        self.accumulation.backward_failed()
         if self.stepper is not None:
             self.stepper.equal.forget()
             self.stepper.trained.forget_waiting()
@@ -472,7 +472,7 @@ class Engine(nn.Module):
         self.reports.close()
         if self.stepper is not None:
             self.runtime.stop_training()
-            self.optimizer.dismiss()  # first: it waits for running updates, failed ones too
+            self.optimizer.free_states()  # first: it waits for running updates, failed ones too
             for unit in self.units:
                 unit.own.drop_master()
             if self._give_back is not None:

@@ -26,7 +26,7 @@ from hf_zero.system.sizes import size_text
 SHARE_OF_FREE_MEMORY = 0.6
 
 
-class StandsBefore(ABC):
+class WrappedGenerate(ABC):
     """Wrapper of the ``generate`` methods of a module and of the modules inside it.
 
     Attributes:
@@ -62,7 +62,7 @@ class StandsBefore(ABC):
         """Call ``generate``, which runs ``module``; collective."""
 
 
-class PlainGeneration(StandsBefore):
+class PlainGeneration(WrappedGenerate):
     """Wrapper of the ``generate`` methods inside a module that can generate as it is."""
 
     synced = None
@@ -72,7 +72,7 @@ class PlainGeneration(StandsBefore):
         return generate()
 
 
-class Generation(StandsBefore):
+class Generation(WrappedGenerate):
     """Wrapper of the ``generate`` methods inside a module whose parameters stage 3 reshards between uses.
 
     [Note: generation] A model is asked for one token at a time, so unsharding block by block would send the complete model for every
@@ -192,7 +192,7 @@ class GenerateMethod:
         replaced: What the script had set in the place of the class's method; None without.
     """
 
-    def __init__(self, generation: StandsBefore, module: nn.Module) -> None:
+    def __init__(self, generation: WrappedGenerate, module: nn.Module) -> None:
         self._generation = generation
         self._module = module
         own: Any = module.__dict__.get("generate")

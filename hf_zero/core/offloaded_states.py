@@ -52,7 +52,7 @@ class Storages:
         """Return the number of bytes that are on the host."""
         return sum(copy.numel() for _, copy, _ in self._copies)
 
-    def bring_back(self, non_blocking: bool = False) -> None:
+    def copy_back(self, non_blocking: bool = False) -> None:
         """Allocate the tensors' device memory again and copy their values back."""
         for storage, copy, block in self._copies:
             storage.resize_(copy.numel())
@@ -122,10 +122,10 @@ class OffloadedStates:
             unit.set_offloaded(True)
         self._guard()
 
-    def bring_back(self, non_blocking: bool = False) -> None:
+    def copy_back(self, non_blocking: bool = False) -> None:
         """Copy all state that is on the host back to the device; local. Does nothing if there is none."""
         for moved in self._moved:
-            moved.bring_back(non_blocking)
+            moved.copy_back(non_blocking)
         self._moved.clear()
         for unit in self._units:
             unit.set_offloaded(False)

@@ -342,7 +342,7 @@ class DeepSpeedOptimizer(ShardedOptimizer):
         """
         shown = self._engine().stepper.reducer.shown
         shown.begin_read()
-        shown.reads.lent = True
+        shown.reads.exposed = True
         return self._gradient_parts()
 
     def _gradient_parts(self) -> dict[int, list[torch.Tensor]]:
@@ -384,9 +384,9 @@ class DeepSpeedOptimizer(ShardedOptimizer):
         for unit in self.units:
             unit.own.refresh_master()
 
-    def dismiss(self) -> None:
+    def free_states(self) -> None:
         """Free state and segments; the param groups remain, without parameters."""
-        super().dismiss()
+        super().free_states()
         self.engine = None
 
 

@@ -328,4 +328,4 @@ def offload_states(
 
 def reload_states(engine: ConfiguredEngine, non_blocking: bool = False) -> None:
     """Move the state back that ``offload_states`` moved to the host; local. It does nothing if nothing was moved."""
-    engine.offloaded_states.bring_back(non_blocking)
+    engine.offloaded_states.copy_back(non_blocking)

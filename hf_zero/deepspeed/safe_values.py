@@ -252,7 +252,7 @@ def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
     if held is None:
         return None
     part = owner[0].shard_part(owner[1], held)
-    training.shown.reads.lent |= training.scaler.scale == 1.0
+    training.shown.reads.exposed |= training.scaler.scale == 1.0
     return part if training.scaler.scale == 1.0 else part / training.scaler.scale
 
 

@@ -13,7 +13,7 @@ from typing_extensions import TypedDict, Unpack
 
 from hf_zero.config.read import read_config
 from hf_zero.errors import ConfigError
-from hf_zero.integrations.typed_values import config_of_launcher, lay_over, put
+from hf_zero.integrations.typed_values import config_of_launcher, fill_missing, put
 from hf_zero.observe import warn_once
 
 __all__ = ["DummyOptim", "DummyScheduler", "ZeroPlugin"]
@@ -129,7 +129,7 @@ class ZeroPlugin(DeepSpeedPlugin):
     def _start_from_config(self, raw: dict[str, Any], values: dict[str, Any], options: PluginOptions) -> None:
         """Complete the user's configuration with the typed arguments, and pass it to accelerate's plugin as a dict."""
         conflicts = [
-            f"- {key}: the configuration says {found!r}, ZeroPlugin was given {value!r}" for key, found, value in lay_over(raw, values)
+            f"- {key}: the configuration says {found!r}, ZeroPlugin was given {value!r}" for key, found, value in fill_missing(raw, values)
         ]
         if conflicts:
             raise ConfigError(

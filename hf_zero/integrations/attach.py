@@ -22,7 +22,7 @@ from hf_zero.integrations.experts import dispatch_in_table
 from hf_zero.integrations.metrics import count_samples_once
 from hf_zero.integrations.parallelism import claims_of_accelerate, require_divided
 from hf_zero.integrations.preemption import listen_where_wanted, save_by_itself
-from hf_zero.integrations.saves import keeps_too_few, stand_before_saves, writes_on_its_node
+from hf_zero.integrations.saves import keeps_too_few, wrap_saves, writes_on_its_node
 from hf_zero.integrations.trainer_snapshots import note_accelerator, schedulers_of
 
 _CHECKPOINTS_WITH = "_gradient_checkpointing_func"  # attribute of a layer: the function that checkpoints its forward
@@ -61,7 +61,7 @@ def count_steps_of_groups(built: Engine) -> None:
         call.caller.callback_handler.callbacks.insert(0, CountOfRun())  # before the one that ends the training
 
 
-def let_go(destroyed: Engine) -> None:
+def restore_plain_model(destroyed: Engine) -> None:
     """Restore the plain model of a Trainer when its engine is destroyed.
 
     [Note: training again] ``Trainer.train()`` begins with ``accelerator.free_memory()``, which destroys the engine of the previous training
@@ -106,10 +106,10 @@ def _autos(node: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 
 __all__ = ["initialize"]
 
-engine.on_build += [require_divided, stand_before_saves, count_samples_once, listen_where_wanted, serve_offload]
+engine.on_build += [require_divided, wrap_saves, count_samples_once, listen_where_wanted, serve_offload]
 engine.on_build += [note_accelerator, count_steps_of_groups]
 engine.on_preempted.append(save_by_itself)
-engine.on_destroy.append(let_go)
+engine.on_destroy.append(restore_plain_model)
 engine.reasons_to_wait.append(keeps_too_few)
 engine.go_back_too.append(schedulers_of)
 held_weights.wanted_here.append(writes_on_its_node)

@@ -21,7 +21,7 @@ from hf_zero.config.resolve import analyse
 from hf_zero.errors import HfZeroError
 from hf_zero.integrations.typed_values import config_of_launcher
 from hf_zero.launch.placement import find_placement
-from hf_zero.system.last_words import tell_launcher
+from hf_zero.system.last_words import report_to_launcher
 
 # Training arguments that transformers compares with a configuration, under the names of `config.auto`.
 _ARGUMENTS = (
@@ -52,7 +52,7 @@ def read_source(method: Callable[..., None], holder: Any, config_file_or_dict: A
         ConfigError: The file does not exist, or is not JSON.
     """
     if not isinstance(config_file_or_dict, Mapping):
-        tell_launcher()
+        report_to_launcher()
         config_file_or_dict = read_config(config_file_or_dict)
     method(holder, config_file_or_dict)
     setattr(holder, OPEN_CLIPPING, holder.config.get("gradient_clipping") == "auto")
@@ -73,7 +73,7 @@ def make_arguments(method: Callable[..., None], arguments: Any) -> None:
     """
     source = arguments.deepspeed or _source_of_launcher()
     if source and not getattr(arguments, CHECKS_ITSELF, False):
-        tell_launcher()
+        report_to_launcher()
         values = {name: getattr(arguments, name, None) for name in _ARGUMENTS}
         sources = {name: value for name, value in values.items() if isinstance(value, (int, float))}
         for name in ("fp16", "bf16"):
@@ -92,7 +92,7 @@ def check_plugin(source: Any) -> None:
     Raises:
         ConfigError: The configuration has mistakes; the message lists all of them.
     """
-    tell_launcher()
+    report_to_launcher()
     check(source, ranks(), {}, None)
     _check_sizes(source, None)
 
@@ -115,7 +115,7 @@ def check_launch(options: Any) -> None:
     if source in (None, "", "none") or (elsewhere and not os.path.exists(source)):
         source = None
     if source is not None:
-        tell_launcher()
+        report_to_launcher()
         claims = [*claims_of_config(read_config(source)), *claims]
     if processes:  # else accelerate takes as many as there are devices
         require_shareable(claims, processes)

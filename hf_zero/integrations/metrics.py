@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from hf_zero.core.engine import Engine
 from hf_zero.core.units.parts import counting_divided
-from hf_zero.core.units.sharded_parameter import counting_whole
+from hf_zero.core.units.sharded_parameter import counts_whole_sizes
 from hf_zero.errors import UnsupportedError
 from hf_zero.integrations import callers, methods
 from hf_zero.integrations.pipelines import parts_here, sharing_parts_here
@@ -165,5 +165,5 @@ def count_whole(original: Callable[..., int], model: torch.nn.Module, *args: Any
     """Replace a method that counts a model's parameters or their bytes: sharded ones, which are empty between their uses, and parts that
     tensor parallelism, experts or stages have left on this rank count whole.
     """
-    with counting_whole(), counting_divided(model.parameters()):
+    with counts_whole_sizes(), counting_divided(model.parameters()):
         return original(model, *args, **kwargs)

@@ -49,7 +49,7 @@ class IdleSaves:
             inner.__dict__.pop("save_pretrained", None)
 
 
-def stand_before_saves(engine: Engine) -> None:
+def wrap_saves(engine: Engine) -> None:
     """Install ``IdleSaves`` in the module of a new engine that shards or divides it, until the engine's hooks are removed."""
     topology = engine.collectives.topology
     if engine.runtime.schedule is not None or topology.model is not None or topology.expert is not None:

@@ -14,7 +14,7 @@ from hf_zero.config.mesh import claims_of_config, claims_of_environment, claims_
 from hf_zero.config.read import read_config
 from hf_zero.config.resolve import resolve
 from hf_zero.errors import ConfigError, UnsupportedError
-from hf_zero.integrations.typed_values import config_of_launcher, lay_over
+from hf_zero.integrations.typed_values import config_of_launcher, fill_missing
 
 __all__ = ["ZeroTrainingArguments"]
 
@@ -116,7 +116,7 @@ class ZeroTrainingArguments(TrainingArguments):
         config = read_config(source) if source else {}
         if not source:
             config |= {key: dict(value) if isinstance(value, dict) else value for key, value in _FROM_ARGUMENTS.items()}
-        for key, found, value in lay_over(config, {} if problems else self._values(bool(source))):
+        for key, found, value in fill_missing(config, {} if problems else self._values(bool(source))):
             problems.append(f"- {key}: the configuration says {found!r}, ZeroTrainingArguments was given {value!r}")
         config["zero_optimization"].setdefault("stage", 2)
         self.deepspeed = config

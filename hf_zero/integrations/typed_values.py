@@ -33,7 +33,7 @@ def same(found: Any, value: Any) -> bool:
     return bool(found == value)
 
 
-def lay_over(config: dict[str, Any], values: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+def fill_missing(config: dict[str, Any], values: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """Set each key of ``values`` that ``config`` lacks or has on "auto"; values that are None are skipped.
 
     Returns:

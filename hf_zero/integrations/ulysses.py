@@ -8,7 +8,7 @@ from torch import nn
 
 from hf_zero.comm.topology import sequence_topology
 from hf_zero.errors import ConfigError, UnsupportedError
-from hf_zero.sequence_parallel.attention import standing_in, trade_in_attention
+from hf_zero.sequence_parallel.attention import attention_replaced, exchange_heads_in_attention
 from hf_zero.sequence_parallel.forward import SliceSettings
 from hf_zero.sequence_parallel.state import SequenceParallel
 
@@ -73,7 +73,7 @@ class UlyssesSPAttentionHF:
                 f"seq_length is {length}, not a multiple of sequence_parallel_size {sequence_parallel_size}; pad to a multiple"
             )
         fixed = None if seq_length_is_variable else length
-        settings = SliceSettings(core_attn_implementation, disable_in_eval, fixed, trade_in_attention, standing_in)
+        settings = SliceSettings(core_attn_implementation, disable_in_eval, fixed, exchange_heads_in_attention, attention_replaced)
         state = SequenceParallel(sequence_topology(sequence_parallel_size), settings)
         if isinstance(model_name_or_path, nn.Module):
             state.bind(model_name_or_path)

@@ -169,7 +169,7 @@ class HostStorage(ShardStorage):
         return self
 
     @contextmanager
-    def bringing(self, unit: ShardOwner, own: torch.Tensor) -> Iterator[torch.Tensor]:
+    def gather_source(self, unit: ShardOwner, own: torch.Tensor) -> Iterator[torch.Tensor]:
         with self._lane.entered():
             own.copy_(unit.shard, non_blocking=True)
             yield own
@@ -242,7 +242,7 @@ class FileStorage(ShardStorage):
         return self.file.map(place.offset, shard.numel(), shard.dtype)
 
     @contextmanager
-    def bringing(self, unit: ShardOwner, own: torch.Tensor) -> Iterator[torch.Tensor]:
+    def gather_source(self, unit: ShardOwner, own: torch.Tensor) -> Iterator[torch.Tensor]:
         place = self._place_of[id(unit)]
         frame = self._frames.holding(unit) or self._begin_read(place)
         with waiting("offload", "a shard from its file"):

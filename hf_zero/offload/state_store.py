@@ -123,7 +123,7 @@ class OffloadedStateStore(StateStore):
         learning rate is a tensor, which a scheduler changes in place, nor if a script sees the step or the memory of masters.
         """
         in_tensors = any(isinstance(value, torch.Tensor) for group in self.inner.param_groups for value in group.values())
-        return self.policy.forward and bool(self.inner.state) and not (in_tensors or self.before_step or self.lends())
+        return self.policy.forward and bool(self.inner.state) and not (in_tensors or self.before_step or self.shares_masters())
 
     def update(self, grads: Sequence[torch.Tensor], factor: torch.Tensor, updated: Callable[[Unit], None]) -> None:
         self._update(grads, factor)

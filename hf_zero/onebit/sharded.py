@@ -201,7 +201,7 @@ class OneBitSharded(ShardedOptimizer):
         self._compressed = None
         self._loaded = dict(states)
 
-    def dismiss(self) -> None:
+    def free_states(self) -> None:
         """Free state and segments, errors included."""
-        super().dismiss()
+        super().free_states()
         self._compressed, self._loaded = None, {}

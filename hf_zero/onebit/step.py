@@ -43,7 +43,7 @@ class OneBitStepper(Stepper):
             return super().norm_of(shards, beside)
         return global_norm(shards, self.collectives, sharded=True, beside=beside) / math.sqrt(self.collectives.world)
 
-    def culprit_of(self, shards: Sequence[torch.Tensor]) -> str:
+    def name_of_non_finite(self, shards: Sequence[torch.Tensor]) -> str:
         """Return the name of the first parameter with a gradient that is not finite; collective."""
         return first_non_finite(self.optimizer.units, shards, self.collectives, whole=self._compresses)
 

@@ -29,7 +29,7 @@ from hf_zero.core.optimizer.clones import (
     try_steps,
 )
 from hf_zero.core.optimizer.common_states import states_by_param
-from hf_zero.core.optimizer.held_params import held_in, single_in
+from hf_zero.core.optimizer.held_params import describe_other_holders, single_in
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.observe import warn_once
 from hf_zero.optim.known_classes import ALL_TENSORS, ELEMENTWISE, REFUSED, WHOLE_TENSOR, named, refused_reason, whole_tensor_reason
@@ -184,7 +184,7 @@ def _holds_parameters(optimizer: torch.optim.Optimizer, all_here: bool, shards_o
     Raises:
         UnsupportedError: It does, and ranks cannot have whole tensors, or cannot divide an attribute.
     """
-    held, name = held_in(optimizer), type(optimizer).__name__
+    held, name = describe_other_holders(optimizer), type(optimizer).__name__
     if held and shards_only:
         raise _refusal_of_shards(optimizer, held)
     if held and not all_here and (single := single_in(optimizer)):

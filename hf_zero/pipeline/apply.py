@@ -25,13 +25,13 @@ from hf_zero.core.units.unit import find_unit
 from hf_zero.errors import ConfigError, HfZeroError, StateError, UnsupportedError
 from hf_zero.observe import log_rank0
 from hf_zero.pipeline.forward import PipelinedForward, pipelined
-from hf_zero.pipeline.held import Held, is_held, let_go
+from hf_zero.pipeline.held import Held, clear_held, is_held
 from hf_zero.pipeline.own_stages import OwnStages
 from hf_zero.pipeline.partition import make_plan, replan
 from hf_zero.pipeline.plan import PipelinePlan, Placement
 from hf_zero.pipeline.schedules import FOLDED, SINGLE, check_schedule
 from hf_zero.pipeline.templates import Templates
-from hf_zero.system.planning import looking_aside, with_values
+from hf_zero.system.planning import plan_ignored, with_values
 from hf_zero.tensor_parallel.same_data import SameData, equal_random_state
 from hf_zero.tensor_parallel.skeleton import skeleton
 from hf_zero.tensor_parallel.split import equal_weights
@@ -152,9 +152,9 @@ def plan_pipeline(model: nn.Module, section: Mapping[str, Any], topology: Topolo
             )
         return Pipeline(model.pipeline_plan(), Placement(pipe.world, pipe.world), model, pipe.ranks, None, schedule_of(settings))
     collectives = open_collectives(topology.model or pipe)
-    with looking_aside():
+    with plan_ignored():
         whole = skeleton(model)
-    placement, held = placement_of(settings, pipe.world), let_go(whole)
+    placement, held = placement_of(settings, pipe.world), clear_held(whole)
     starts = held.starts if held is not None else None
     if any(other != starts for other in collectives.gather_objects(starts, "loaded by stages")):
         raise StateError(
@@ -166,7 +166,7 @@ def plan_pipeline(model: nn.Module, section: Mapping[str, Any], topology: Topolo
     found = Pipeline(plan, placement, whole, pipe.ranks, None if wanted == "auto" else wanted, settings.schedule, held is not None)
     if held is not None:
         _require_values(type(model).__name__, held, found, pipe.rank, collectives)
-        let_go(model)
+        clear_held(model)
     return found
 
 
@@ -197,7 +197,7 @@ def _agree(collectives: Collectives, model: nn.Module, stages: int, method: str,
     made: tuple[str, Any] = ("", None)
     if collectives.rank == 0 or collectives.pretended:
         try:
-            with looking_aside():
+            with plan_ignored():
                 made = ("plan", make_plan(model, stages, method, starts=starts).to_dict())
         except (ConfigError, UnsupportedError) as error:
             made = (type(error).__name__, str(error))
@@ -254,7 +254,7 @@ def put_forward(model: nn.Module, pipeline: Pipeline, topology: Topology) -> Non
 
 def _plan_for(pipeline: Pipeline, given: Mapping[str, Any]) -> PipelinePlan:
     """Return the plan for a call with other arguments than the call that the model was divided by."""
-    with looking_aside():
+    with plan_ignored():
         return replan(pipeline.skeleton, pipeline.plan, with_values(dict(given)))
 
 

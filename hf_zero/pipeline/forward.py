@@ -28,10 +28,10 @@ from hf_zero.pipeline.schedules import Scheduler
 from hf_zero.pipeline.trial import (
     Trial,
     closeness_for,
+    matching_weights,
     persistent_names,
     unchanged,
     uses_other_samples,
-    way_that_agrees,
     with_uneven_weights,
 )
 from hf_zero.system.trees import map_tensors, tensors_in
@@ -264,7 +264,7 @@ class PipelinedForward:
             if self._last and all(micro_batches.mergeable(part.result, micro_batches.rows_of(given) // count) for part in parts):
                 ways, close = micro_batches.possible_weights(given), closeness_for(self._own.model, types.sent)
                 with torch.no_grad():
-                    found = way_that_agrees(whole, parts, micro_batches.split(given, count), ways, close)
+                    found = matching_weights(whole, parts, micro_batches.split(given, count), ways, close)
         found = self._pipe.broadcast_object(found, self._source, "how losses of parts add up")
         if self._beside is not None and self._beside.any_rank(found is None, "how losses of parts add up"):
             found = None  # ranks side by side run the same number of parts

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_zero.comm.collectives import Collectives
-from hf_zero.core.generation import StandsBefore
+from hf_zero.core.generation import WrappedGenerate
 from hf_zero.core.units.marks import is_elsewhere, own_shape
 from hf_zero.observe import warn_once
 from hf_zero.pipeline.buffers import share_buffers
@@ -18,7 +18,7 @@ from hf_zero.pipeline.forward import PipelinedForward
 from hf_zero.system.sizes import size_text
 
 
-class WholeGeneration(StandsBefore):
+class WholeGeneration(WrappedGenerate):
     """Wrapper of the ``generate`` methods inside a divided module.
 
     [Note: generation in a pipeline] A token passes all stages before the next one can begin, so a pipeline would leave all but one of

@@ -78,7 +78,7 @@ def is_held(model: nn.Module) -> bool:
     return any(_NOTE in module.__dict__ for module in model.modules())
 
 
-def let_go(model: nn.Module) -> Held | None:
+def clear_held(model: nn.Module) -> Held | None:
     """Remove records, marks and guards from ``model``, which an engine now owns. Return None where it was loaded whole."""
     starts: list[tuple[int, str, int]] = []
     missing: set[str] = set()

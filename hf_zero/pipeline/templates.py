@@ -9,7 +9,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from hf_zero.errors import UnsupportedError
-from hf_zero.system.planning import looking_aside, with_values
+from hf_zero.system.planning import plan_ignored, with_values
 from hf_zero.system.trees import map_tensors, tensors_in, without_values
 from hf_zero.tensor_parallel.trace import answer_function, plain_attention, plain_index, valueless
 
@@ -45,7 +45,7 @@ class Templates:
         own = {**dict(self._skeleton.named_parameters()), **dict(self._skeleton.named_buffers())}
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if name in own and own[name].dtype != tensor.dtype:
-                with looking_aside():
+                with plan_ignored():
                     own[name].data = torch.empty(own[name].shape, dtype=tensor.dtype, device="meta")
                 self._known.clear()
 
@@ -61,7 +61,7 @@ class Templates:
         given = [tensor for _, tensor in tensors]
         key = (path, *((tuple(tensor.shape), tensor.dtype) for tensor in given))
         if key not in self._known:
-            with looking_aside():
+            with plan_ignored():
                 self._known[key] = found = self._run(path, with_values(args), with_values(kwargs))
             alike = isinstance(found, torch.Tensor) and given and (found.shape, found.dtype) == (given[0].shape, given[0].dtype)
             if alike and given[0].dim() > 2:

@@ -71,7 +71,7 @@ def closeness_for(model: nn.Module, autocast: bool) -> Closeness:
     return ROUNDED if autocast or narrow or torch.get_float32_matmul_precision() != "highest" else EXACT
 
 
-def way_that_agrees(
+def matching_weights(
     whole: Trial, parts: Sequence[Trial], given: Sequence[Mapping[str, Any]], ways: Sequence[str], close: Closeness
 ) -> str | None:
     """Return the entry of ``micro_batches.WEIGHTS`` by which the losses of parts make up the batch's loss; None if no way is right.

@@ -17,6 +17,6 @@ are made.
 [Note: back ends of a plan] Inside the engine, only code that chooses a back end asks ``planning()`` (``system/planning.py``): kernels
 (``native/library.py``), ranks (``comm/process_groups.py``; ``comm/back_end.py`` makes collectives that answer for all ranks), and host
 memory (``memory/``). All other code asks an object: ``Collectives.pretended`` where ranks compare values (and where swap files are
-opened), and ``has_values(tensor)`` where it reads elements. Models are traced with ordinary tensors (``looking_aside``). Of the micro-steps
+opened), and ``has_values(tensor)`` where it reads elements. Models are traced with ordinary tensors (``plan_ignored``). Of the micro-steps
 of one accumulation at most three run, because all between the first and the last are equal.
 """

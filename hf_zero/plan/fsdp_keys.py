@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hf_zero.config.problems import show
-from hf_zero.config.spelling import truth
+from hf_zero.config.spelling import boolean_of
 from hf_zero.system import own_files
 from hf_zero.system.text_file import LIMIT_BYTES, read_text
 
@@ -88,7 +88,7 @@ class FsdpKey:
 
 def boolean(value: Any) -> bool:
     """Return a truth value from a spelling of YAML or of environment variables; raise ValueError for others."""
-    found = truth(value)
+    found = boolean_of(value)
     if found is None:
         raise ValueError("true or false")
     return found
@@ -132,7 +132,7 @@ def anything(value: Any) -> Any:
 
 def off_or_on(value: Any) -> bool:
     """Return whether ``value`` enables a feature: neither empty, false nor "none"."""
-    return bool(value) and truth(value) is not False and value != "none"
+    return bool(value) and boolean_of(value) is not False and value != "none"
 
 
 # -- fsdp_config of accelerate and of Trainer -------------------------------------------------------------------------
@@ -170,7 +170,7 @@ _XLA = "XLA is not supported: ranks are PyTorch processes on CUDA or CPU"
 
 
 def _strategy_or_boolean(value: Any) -> bool | str:
-    found = truth(value) if not (isinstance(value, (int, str)) and str(value).strip().isdigit()) else None
+    found = boolean_of(value) if not (isinstance(value, (int, str)) and str(value).strip().isdigit()) else None
     if found is not None:
         return found
     try:

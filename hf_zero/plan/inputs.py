@@ -97,10 +97,10 @@ class ModelWish:
         path = Path(self.name)
         is_path = self.name.startswith((".", "~")) or path.is_absolute() or len(path.parts) > _PARTS_OF_ID
         if is_path and not self.name.startswith("python:") and not path.exists():
-            raise no_such_model(self.name)
+            raise unknown_model_error(self.name)
 
 
-def no_such_model(name: str) -> ConfigError:
+def unknown_model_error(name: str) -> ConfigError:
     """Return the error about a model that is neither a file nor a folder nor anything else that a name may mean."""
     return ConfigError(
         f"the model {name!r} does not exist: give a folder or file with a config.json, an ID on the Hub, a model_type, or "

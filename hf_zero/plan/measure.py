@@ -62,7 +62,7 @@ def measure(config: Mapping[str, Any], ranks: int, on_host: bool) -> dict[str, f
 
 def _rank(dtype: str, on_host: bool) -> dict[str, float]:
     """Return the rates that one rank measured, without its log lines."""
-    with observe.hushed():
+    with observe.messages_suppressed():
         return _rates_of_rank(dtype, on_host)
 
 

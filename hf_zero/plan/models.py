@@ -24,7 +24,7 @@ from hf_zero.config.auto import read_model_config
 from hf_zero.config.problems import nearest
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.integrations.plan_table import class_of
-from hf_zero.plan.inputs import ModelWish, no_such_model
+from hf_zero.plan.inputs import ModelWish, unknown_model_error
 from hf_zero.system.reading import shown
 from hf_zero.tensor_parallel.skeleton import argument_names
 
@@ -163,7 +163,7 @@ def _from_hub(name: str) -> dict[str, Any]:
     import transformers
 
     if Path(name).parent.is_dir() or not _HUB.fullmatch(name):
-        raise no_such_model(name)
+        raise unknown_model_error(name)
     try:
         content: dict[str, Any] = transformers.AutoConfig.from_pretrained(name).to_dict()
     except Exception as error:  # of the network, of the Hub, or of a configuration that needs remote code

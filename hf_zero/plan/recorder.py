@@ -253,7 +253,7 @@ class StorageRecorder(TorchDispatchMode):
             stack.enter_context(mock.patch.object(torch.UntypedStorage, "data_ptr", placed))
             stack.enter_context(mock.patch.object(FakeTensor, "data_ptr", lambda tensor: self.address_of(tensor), create=True))
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=False))
-            stack.enter_context(observe.told(self.set_label))
+            stack.enter_context(observe.listening(self.set_label))
             stack.enter_context(self)
             torch._C._set_only_lift_cpu_tensors(True)
             try:

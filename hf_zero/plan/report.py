@@ -33,7 +33,7 @@ def text_of(prediction: Prediction) -> str:
     from rich.text import Text
 
     console = Console(width=120, record=True, file=StringIO(), color_system=None)
-    for line in verdict_of(prediction):
+    for line in fit_summary(prediction):
         console.print(Text(line))
     console.print(_memory_table(prediction))
     for line in lines_of(prediction):
@@ -41,7 +41,7 @@ def text_of(prediction: Prediction) -> str:
     return console.export_text()
 
 
-def verdict_of(prediction: Prediction) -> list[str]:
+def fit_summary(prediction: Prediction) -> list[str]:
     """Return the first lines of a report: whether it fits, the limits, seconds per step, and the reasons or assumptions."""
     held = [
         f"{size_text(nbytes)} {'of' if limit is None else f'of the {size_text(round(limit))} of'} {tier} memory"
@@ -159,7 +159,7 @@ def _page(prediction: Prediction, title: str) -> str:
     rows = _moments(prediction, tier)
     shown = [index for index in range(len(KINDS)) if any(row[index] for _, row in rows)]
     top = max([*(sum(row) for _, row in rows), limit or 0.0, 1.0]) * 1.03
-    verdict = "".join(f"<p>{html.escape(line)}</p>" for line in verdict_of(prediction) if line)
+    verdict = "".join(f"<p>{html.escape(line)}</p>" for line in fit_summary(prediction) if line)
     keys = "".join(f'<span class="key" style="background:{_COLOURS[index]}"></span>{KINDS[index]}' for index in shown)
     peak = max(rows, key=lambda row: sum(row[1]))[1]
     table = "".join(f"<tr><td>{KINDS[index]}</td><td>{size_text(round(peak[index]))}</td></tr>" for index in reversed(shown))

@@ -221,7 +221,7 @@ def observe_step(
     with pretended_world(cluster, rank, messages) as device:
         recorder = StorageRecorder(device, model.vocabulary)
         kernels = nullcontext() if attention in ("eager", "reference") or cluster.on_host else device_attention(attention == "flash")
-        with recorder.active(), masks_by_values(), kernels, observe.hushed(), torch.autograd.set_multithreading_enabled(False):
+        with recorder.active(), masks_by_values(), kernels, observe.messages_suppressed(), torch.autograd.set_multithreading_enabled(False):
             try:
                 return _Run(model, dict(config), cluster, load, device, recorder).observation()
             except HfZeroError:

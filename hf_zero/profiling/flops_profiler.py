@@ -83,7 +83,7 @@ class FlopsProfiler:
         self.stop_profile()
         self._recorder = None
 
-    def time_again(self, recorder: CostRecorder) -> None:
+    def replace_times(self, recorder: CostRecorder) -> None:
         """Replace the recorded times by the times of ``recorder``, which recorded the same calls without counting."""
         self._recorded().take_times(recorder)
 
@@ -225,7 +225,7 @@ def get_model_profile(
     finally:
         for module, training in modes.items():
             module.training = training
-    profiler.time_again(timed)
+    profiler.replace_times(timed)
     if print_profile:
         profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
     answers = (profiler.get_total_flops(as_string), profiler.get_total_macs(as_string), profiler.get_total_params(as_string))

@@ -28,7 +28,7 @@ _GROUPS = "num_key_value_groups"
 _SLICED = "_hf_zero_sliced"  # attribute of a module
 
 
-def trade_in_attention(implementation: str) -> None:
+def exchange_heads_in_attention(implementation: str) -> None:
     """Replace ``implementation``'s function by one that exchanges heads for modules of sliced models, and calls the original for others."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
 
@@ -47,7 +47,7 @@ def trade_in_attention(implementation: str) -> None:
 
 
 @contextmanager
-def standing_in(implementation: str, attend: Callable[..., Any]) -> Iterator[None]:
+def attention_replaced(implementation: str, attend: Callable[..., Any]) -> Iterator[None]:
     """Register ``attend`` in transformers' table in place of ``implementation``."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
 
@@ -122,7 +122,7 @@ class SlicedAttention:
         """Return ``attend``, as ``dispatching`` calls it."""
         return self.attend
 
-    def trades(self, module: nn.Module) -> bool:
+    def exchanges_heads(self, module: nn.Module) -> bool:
         """Return whether ``module``, one of the model's, is called with slices of sequences now.
 
         Activation checkpointing calls it again in backward, maybe after an evaluation: [Note: forward of a backward]. Only for a call that
@@ -257,7 +257,7 @@ def dispatching(core_of: Callable[[nn.Module], Core]) -> Core:
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         sliced, core = sliced_attention(module), core_of(module)
-        if sliced is None or sliced.inside_whole or not sliced.trades(module):
+        if sliced is None or sliced.inside_whole or not sliced.exchanges_heads(module):
             return core(module, query, key, value, attention_mask, **kwargs)
         return sliced.run(core, module, query, key, value, attention_mask, **kwargs)
 

@@ -164,7 +164,7 @@ class UlyssesSPDataLoaderAdapter:
         loader = iter(self.dl)
         while True:
             loaded = next(loader, None)
-            batches, at_end = self._trade(loaded)
+            batches, at_end = self._exchange_batches(loaded)
             if not batches:
                 self._end_early(loaded)
                 return
@@ -181,7 +181,7 @@ class UlyssesSPDataLoaderAdapter:
         if left_over is not None and callable(end):
             end()
 
-    def _trade(self, batch: Any) -> tuple[deque[Batch], bool]:
+    def _exchange_batches(self, batch: Any) -> tuple[deque[Batch], bool]:
         """Return this rank's slices of the batches of all ranks of the group, in rank order, and whether they are the last; collective.
 
         There are none once a rank has none (None).

@@ -120,8 +120,8 @@ class DividedForwards(BoundForwards):
             warn_once(
                 f"context parallelism: the forward of {self.inside} is its own, and may compute any loss: the sequences of the model "
                 "inside are divided, and the rest, as logits and the loss, is computed for whole sequences on every rank. Results are "
-                "exact. To divide the rest too, compute the loss as a mean over the shift_labels that are not -100, or pass **kwargs of the "
-                "forward to self.loss_function"
+                "exact. To divide the rest too, compute the loss as a mean over the shift_labels that are not -100, or pass **kwargs of "
+                "the forward to self.loss_function"
             )
 
     def remove(self) -> None:
@@ -179,7 +179,7 @@ class DividedForwards(BoundForwards):
         try:
             batch = self._completed(given) if by_caller else self.parts_of(self._with_gradients(given))
         except HfZeroError as error:
-            raise said_of_context(error) from None
+            raise as_context_error(error) from None
         self._length = 0 if by_caller else int(tokens or 0)
         require_even_temperature(model, self._length)
         batch["position_ids"] = self._positions.of((), batch)
@@ -372,7 +372,7 @@ def _require_plain(model: nn.Module, given: Batch) -> None:
     if given.get("output_attentions"):
         raise UnsupportedError("context parallelism: output_attentions=True is not supported, no rank has all rows of an attention")
     if given.get(ROUTERS, getattr(model.config, ROUTERS, False)):
-        raise said_of_context(UnsupportedError(NO_ROUTERS))
+        raise as_context_error(UnsupportedError(NO_ROUTERS))
 
 
 def _arguments_of(model: nn.Module) -> list[str]:
@@ -387,7 +387,7 @@ def _checksum(value: torch.Tensor) -> tuple[list[int], str]:
     return list(value.shape), hashlib.blake2b(data.numpy().tobytes(), digest_size=16).hexdigest()
 
 
-def said_of_context(error: HfZeroError) -> HfZeroError:
+def as_context_error(error: HfZeroError) -> HfZeroError:
     """Return ``error``, from a check that both kinds share, with "sequence parallelism" replaced by "context parallelism"."""
     return type(error)(str(error).replace("sequence parallelism", "context parallelism").replace("sequence-parallel", "context-parallel"))
 

@@ -30,7 +30,7 @@ from hf_zero.sequence_parallel import sequence_functions
 from hf_zero.sequence_parallel.attention import SlicedAttention
 from hf_zero.sequence_parallel.joining import cut, join
 from hf_zero.sequence_parallel.masks import modules_of
-from hf_zero.sequence_parallel.sequence_functions import trade_in_functions
+from hf_zero.sequence_parallel.sequence_functions import exchange_heads_in_functions
 from hf_zero.sequence_parallel.token_flow import Boundary, Places, TokenFlow
 from hf_zero.system.trees import argument_names, convert_arguments, convert_inside, named_arguments
 
@@ -122,7 +122,7 @@ class CutLayers:
             self._before(modules[path], self._join_arguments, boundary)
             self._hooks.append(modules[path].register_forward_hook(partial(self._cut_results, boundary.outputs), always_call=True))
         if flow.functions:
-            trade_in_functions(modules_of(model))
+            exchange_heads_in_functions(modules_of(model))
         for path in flow.functions:
             self._hooks.append(modules[path].register_forward_pre_hook(self._enter_functions))
             self._hooks.append(modules[path].register_forward_hook(self._leave_functions, always_call=True))
@@ -144,7 +144,7 @@ class CutLayers:
 
     def under_way(self, module: nn.Module) -> bool:
         """Return whether slices are under way in ``module``, one of the model's."""
-        return not self.attention.inside_whole and self.attention.trades(module)
+        return not self.attention.inside_whole and self.attention.exchanges_heads(module)
 
     def slice_length(self) -> int:
         """Return the tokens of a slice."""
@@ -163,13 +163,13 @@ class CutLayers:
         self._hooks.append(module.register_forward_pre_hook(partial(work, boundary, names), with_kwargs=True))
 
     def _cut_arguments(self, boundary: Boundary, names: list[str], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self.attention.inside_whole or not self.attention.trades(module):
+        if self.attention.inside_whole or not self.attention.exchanges_heads(module):
             return None
         self._require_known(boundary, module, args, kwargs)
         return convert_arguments(args, kwargs, names, boundary.inputs, partial(self._cut, module))
 
     def _join_arguments(self, boundary: Boundary, names: list[str], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not self.attention.trades(module):
+        if not self.attention.exchanges_heads(module):
             return None
         self.attention.inside_whole += 1
         if self.attention.inside_whole > 1:
@@ -189,7 +189,7 @@ class CutLayers:
                 )
 
     def _cut_results(self, places: Places, module: nn.Module, args: Any, output: Any) -> Any:
-        if not self.attention.trades(module) or not self.attention.inside_whole:
+        if not self.attention.exchanges_heads(module) or not self.attention.inside_whole:
             return None
         self.attention.inside_whole -= 1
         return None if self.attention.inside_whole or output is None else self._results(output, places, partial(self._cut, module))
@@ -203,7 +203,7 @@ class CutLayers:
             sequence_functions.leave()
 
     def _join_results(self, places: Places, module: nn.Module, args: Any, output: Any) -> Any:
-        return self._results(output, places, partial(self._join, module)) if self.attention.trades(module) else None
+        return self._results(output, places, partial(self._join, module)) if self.attention.exchanges_heads(module) else None
 
     @staticmethod
     def _results(output: Any, places: Places, convert: Callable[[torch.Tensor, int], torch.Tensor]) -> Any:

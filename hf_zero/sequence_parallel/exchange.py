@@ -84,14 +84,14 @@ class _Trade(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, collectives: Collectives, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.collectives = collectives
-        return _trade(collectives, rows)
+        return _all_to_all(collectives, rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        return None, *trade(ctx.collectives, *gradients)  # [Note: derivatives of collectives]
+        return None, *all_to_all(ctx.collectives, *gradients)  # [Note: derivatives of collectives]
 
 
-def _trade(collectives: Collectives, rows: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+def _all_to_all(collectives: Collectives, rows: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     """Exchange all tensors in one message: several messages would need an order that autograd does not guarantee."""
     dtype = rows[0].dtype if len({row.dtype for row in rows}) == 1 else torch.uint8
     sizes = [row[0].numel() * (row.element_size() // dtype.itemsize) for row in rows]
@@ -106,10 +106,10 @@ def _trade(collectives: Collectives, rows: tuple[torch.Tensor, ...]) -> tuple[to
     )
 
 
-def trade(collectives: Collectives, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def all_to_all(collectives: Collectives, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Send row ``r`` of each tensor (ranks, ...) to rank ``r`` of the group and return the received rows; differentiable."""
-    traded: tuple[torch.Tensor, ...] = _Trade.apply(collectives, *rows)  # type: ignore[no-untyped-call]
-    return traded
+    exchanged: tuple[torch.Tensor, ...] = _Trade.apply(collectives, *rows)  # type: ignore[no-untyped-call]
+    return exchanged
 
 
 def heads_for_sequences(
@@ -135,7 +135,7 @@ def heads_for_sequences(
         sent = torch.tensor(plan.sent, device=key.device)
         key, value = key.index_select(1, sent), value.index_select(1, sent)
     rows = [tensor.unflatten(1, (ranks, -1)).transpose(0, 1) for tensor in (query, key, value)]  # (ranks, batch, heads, slice, width)
-    query, key, value = (part.permute(1, 2, 0, 3, 4).flatten(2, 3) for part in trade(collectives, *rows))
+    query, key, value = (part.permute(1, 2, 0, 3, 4).flatten(2, 3) for part in all_to_all(collectives, *rows))
     return query, key, value, plan.queries_per_key
 
 
@@ -150,8 +150,8 @@ def sequences_for_heads(collectives: Collectives, output: torch.Tensor) -> torch
         (batch, slice, heads, width).
     """
     rows = output.unflatten(1, (collectives.world, -1)).transpose(0, 1)  # (ranks, batch, slice, heads here, width)
-    (traded,) = trade(collectives, rows)
-    return traded.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    (exchanged,) = all_to_all(collectives, rows)
+    return exchanged.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
 def join_slices(collectives: Collectives, tensor: torch.Tensor, dim: int, what: str) -> torch.Tensor:

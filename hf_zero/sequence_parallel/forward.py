@@ -58,7 +58,7 @@ class Randomness:
     def leave(self) -> None:
         """Continue with the common stream."""
         streams, self._streams = self._streams, []
-        drawn = any(stream.was_drawn_from() for stream in streams)
+        drawn = any(stream.has_drawn() for stream in streams)
         for stream in streams:
             stream.put(stream.after if drawn else stream.before)
 
@@ -95,7 +95,7 @@ class _Stream:
         put(own)
         return cls(get, put, after if before is None else before, after, own)
 
-    def was_drawn_from(self) -> bool:
+    def has_drawn(self) -> bool:
         """Return whether a number was drawn from the own stream."""
         return not torch.equal(self.get(), self.own)
 

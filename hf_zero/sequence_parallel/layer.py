@@ -12,7 +12,7 @@ from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.topology import axis_over
 from hf_zero.errors import ConfigError, UnsupportedError
-from hf_zero.sequence_parallel.exchange import key_heads, require_even_heads, trade
+from hf_zero.sequence_parallel.exchange import all_to_all, key_heads, require_even_heads
 
 
 class DistributedAttention(nn.Module):
@@ -90,10 +90,10 @@ class DistributedAttention(nn.Module):
             sent = torch.tensor(plan.sent, device=key.device)
             key, value = key.index_select(heads, sent), value.index_select(heads, sent)
         rows = [_rows(tensor, heads, ranks) for tensor in (query, key, value)]
-        whole = [_joined(part, sequence) for part in trade(self.collectives, *rows)]
+        whole = [_joined(part, sequence) for part in all_to_all(self.collectives, *rows)]
         output = self.local_attn(*whole, *args, **kwargs)
-        (traded,) = trade(self.collectives, _rows(output, sequence, ranks))
-        return _joined(traded, heads)
+        (exchanged,) = all_to_all(self.collectives, _rows(output, sequence, ranks))
+        return _joined(exchanged, heads)
 
 
 def _rows(tensor: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:
@@ -121,8 +121,8 @@ class SeqAllToAll:
             scatter_idx: Dimension that is divided.
             gather_idx: Dimension that is joined.
             batch_dim_idx: Accepted; every other dimension stays as it is.
-            *args: Accepted: streams and handles of an asynchronous trade.
+            *args: Accepted: streams and handles of an asynchronous exchange.
         """
         collectives = open_collectives(axis_over(group))
-        (rows,) = trade(collectives, torch.stack(input.tensor_split(collectives.world, dim=scatter_idx)))
+        (rows,) = all_to_all(collectives, torch.stack(input.tensor_split(collectives.world, dim=scatter_idx)))
         return torch.cat(list(rows), dim=gather_idx)

@@ -117,14 +117,14 @@ class WholeRotary:
             hook.remove()
 
     def _join(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if not self._attention.trades(module):
+        if not self._attention.exchanges_heads(module):
             return None
         given = inspect.signature(module.forward).bind(*args, **kwargs)
         given.arguments["position_ids"] = join_slices(self._collectives, given.arguments["position_ids"], -1, "position_ids")
         return given.args, given.kwargs
 
     def _cut(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if not self._attention.trades(module):
+        if not self._attention.exchanges_heads(module):
             return None
         parts = output if isinstance(output, tuple) else (output,)  # cosines and sines: (batch, tokens, width)
         own = tuple(part.chunk(self._collectives.world, dim=-2)[self._collectives.rank] for part in parts)

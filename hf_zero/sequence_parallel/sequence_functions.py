@@ -20,7 +20,7 @@ import torch
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import UnsupportedError
-from hf_zero.sequence_parallel.exchange import exchangeable, key_heads, trade
+from hf_zero.sequence_parallel.exchange import all_to_all, exchangeable, key_heads
 from hf_zero.sequence_parallel.joining import cut, join
 
 Function = Callable[..., Any]
@@ -99,10 +99,10 @@ def functions_in(modules: Iterable[ModuleType]) -> list[tuple[ModuleType, str, F
     ]
 
 
-def trade_in_functions(modules: Iterable[ModuleType]) -> None:
+def exchange_heads_in_functions(modules: Iterable[ModuleType]) -> None:
     """Replace functions of the table by ones that exchange heads during forwards over slices, and call the originals otherwise."""
     for module, name, function in functions_in(modules):
-        if not hasattr(function, "_hf_zero_trades"):
+        if not hasattr(function, "_hf_zero_exchanges_heads"):
             setattr(module, name, _dispatching(name, function))
 
 
@@ -116,7 +116,7 @@ def _dispatching(name: str, function: Function) -> Function:
         run = convolve if name == CONVOLUTION else functools.partial(recur, RECURRENCES[name])
         return run(_under_way[-1], function, args, kwargs)
 
-    call._hf_zero_trades = True  # type: ignore[attr-defined]
+    call._hf_zero_exchanges_heads = True  # type: ignore[attr-defined]
     return call
 
 
@@ -164,9 +164,9 @@ def recur(layout: Recurrence, collectives: Collectives, function: Function, args
     ranks, rank = collectives.world, collectives.rank
     total = given[layout.leader].shape[layout.heads[layout.leader]]
     own = slice(rank * (total // ranks), (rank + 1) * (total // ranks))
-    traded = [key for key in layout.tokens if key in layout.heads and given.get(key) is not None]
-    rows = [_rows(given[key], layout.heads[key], total if key in layout.grouped else None, ranks) for key in traded]
-    for key, received in zip(traded, trade(collectives, *rows), strict=True):
+    exchanged = [key for key in layout.tokens if key in layout.heads and given.get(key) is not None]
+    rows = [_rows(given[key], layout.heads[key], total if key in layout.grouped else None, ranks) for key in exchanged]
+    for key, received in zip(exchanged, all_to_all(collectives, *rows), strict=True):
         given[key] = _joined(received, layout.tokens[key])
     for key in layout.shared:
         given[key] = join(collectives, given[key], layout.tokens[key])
@@ -175,7 +175,7 @@ def recur(layout: Recurrence, collectives: Collectives, function: Function, args
             given[key] = given[key].narrow(dim, own.start, own.stop - own.start)
     result = function(**given)
     output, further = (result[0], result[1:]) if isinstance(result, tuple) else (result, None)
-    (back,) = trade(collectives, _rows(output, layout.tokens[layout.leader], None, ranks))
+    (back,) = all_to_all(collectives, _rows(output, layout.tokens[layout.leader], None, ranks))
     whole = _joined(back, layout.heads[layout.leader])
     return whole if further is None else (whole, *further)
 

@@ -45,7 +45,7 @@ _tells = False
 _exits: _Exits | None = None
 
 
-def tell_launcher() -> None:
+def report_to_launcher() -> None:
     """Report the exception or the exit that ends this process to the launcher; the former hook still prints. Only the first call has an
     effect.
     """

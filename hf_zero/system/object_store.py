@@ -358,7 +358,7 @@ class ObjectPath:
             raise FileExistsError(errno.EEXIST, "it exists", str(self))
         self._put_if(data, _IF_NEW)
 
-    def put_over(self, data: bytes, former: bytes) -> None:
+    def replace_object(self, data: bytes, former: bytes) -> None:
         """Write a small object in place of one with the content ``former``, or of one that has been deleted meanwhile. S3 compares in the
         moment of the write; other stores are asked before the write.
 
@@ -451,7 +451,7 @@ class ObjectPath:
             for upload in found:
                 call("abort_multipart_upload", Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
 
-    def tidy(self) -> None:
+    def remove_empty_folder(self) -> None:
         """Remove the empty folder of this name, where a store has folders."""
         if not self._has_protocol(_WITHOUT_FOLDERS):
             with suppress(Exception):

@@ -51,7 +51,7 @@ def only_planning(told: Told | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def looking_aside() -> Iterator[None]:
+def plan_ignored() -> Iterator[None]:
     """Create ordinary tensors inside the ``with``, as without a plan, for traces of a model, which must match the traces of a run."""
     if not _depth:
         yield

@@ -31,7 +31,7 @@ def threads_of_others() -> Iterator[FrameType]:
         yield frames[ident]
 
 
-def outwards(frame: FrameType | None) -> Iterator[FrameType]:
+def outer_frames(frame: FrameType | None) -> Iterator[FrameType]:
     """Yield ``frame`` and its callers."""
     while frame is not None:
         yield frame
@@ -40,7 +40,7 @@ def outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 def moment(frame: FrameType) -> tuple[tuple[int, int], ...]:
     """Return a thread's instruction and those of its callers: equal at two times if the thread has not moved, or has come back."""
-    return tuple((id(one.f_code), one.f_lasti) for one in outwards(frame))
+    return tuple((id(one.f_code), one.f_lasti) for one in outer_frames(frame))
 
 
 def values_of(frame: FrameType) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def line_of(frame: FrameType) -> str:
 
 def place(frame: FrameType) -> str:
     """Return a thread's innermost line, and the script's line if that is another, such as ``train/data.py:12 in read``."""
-    own = next((one for one in outwards(frame) if is_of_the_script(one.f_code.co_filename)), None)
+    own = next((one for one in outer_frames(frame) if is_of_the_script(one.f_code.co_filename)), None)
     if own is None or own is frame:
         return _words(frame)
     return f"{_words(own)} (in {_words(frame)})"

@@ -170,9 +170,9 @@ def test_waits_double_and_what_cannot_pass_is_not_repeated(tmp_path: Path) -> No
             (place / "new").put_new(b"another's")
     assert len(waits) == 1 and (tmp_path / "new").read_bytes() == b"mine"
     with faulty(tmp_path, Fault("put", "new", 1, late=True)):
-        (place / "new").put_over(b"later", b"mine")
+        (place / "new").replace_object(b"later", b"mine")
         with pytest.raises(FileExistsError, match="it has other content"):
-            (place / "new").put_over(b"last", b"mine")
+            (place / "new").replace_object(b"last", b"mine")
     assert (tmp_path / "new").read_bytes() == b"later"
     race(f"file://{tmp_path}/race")
 

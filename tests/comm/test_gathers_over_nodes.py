@@ -20,7 +20,7 @@ NUMEL = 1000
 
 def _gather(per_node: int) -> None:
     collectives = GlooCollectives(build_topology())
-    collectives.lie_in_nodes(per_node)
+    collectives.set_ranks_per_node(per_node)
     rank, world = collectives.rank, collectives.world
     sent: Counter[int] = Counter()
     isend = dist.isend
@@ -66,7 +66,7 @@ def test_training_is_what_it_is_on_one_node() -> None:
 
 def _die_in_the_middle(per_node: int) -> None:
     collectives = GlooCollectives(build_topology())
-    collectives.lie_in_nodes(per_node)
+    collectives.set_ranks_per_node(per_node)
     if collectives.rank == 3:
         raise ValueError("gone")
     full = torch.empty(4 * NUMEL)

@@ -69,7 +69,7 @@ def _announced() -> None:
         assert all(re.search(pattern, line) for line in lines), (pattern, lines)
     lines = _lines(lambda: make({**batch, "zero_optimization": {"stage": 3}}, False))
     assert len(lines) == (ranks.rank() == 0) and all("on 2 rank(s), no optimizer, float32" in line for line in lines), lines
-    with observe.hushed():
+    with observe.messages_suppressed():
         assert not _lines(lambda: make({**batch, "zero_optimization": {"stage": 2}}))
 
 

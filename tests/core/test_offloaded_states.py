@@ -36,7 +36,7 @@ def test_views_of_one_memory_move_once_and_stay_views() -> None:
     half, other = whole[4:], torch.ones(3, dtype=torch.bfloat16)
     moved = Storages([half, whole, other], HostPool(HostMemory(torch.device("cpu"))))
     assert moved.nbytes == 38 and whole.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 0
-    moved.bring_back()
+    moved.copy_back()
     assert half.tolist() == [4, 5, 6, 7] and other.tolist() == [1, 1, 1] and moved.nbytes == 0
     whole[7] = 0
     assert half[3] == 0
@@ -47,7 +47,7 @@ def test_what_waits_in_a_larger_block_comes_back_in_its_own_size() -> None:
     pool.give(pool.take(100))
     moved = Storages([tensor], pool)
     assert moved.nbytes == 16
-    moved.bring_back()
+    moved.copy_back()
     assert tensor.tolist() == [0, 1, 2, 3] and tensor.untyped_storage().nbytes() == 16
 
 

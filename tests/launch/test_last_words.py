@@ -19,10 +19,10 @@ os.makedirs(f"{folder}/errors/{job}/{place}", exist_ok=True)
 os.environ.update(RANK=place, LOCAL_RANK=place, TORCHELASTIC_ERROR_FILE=f"{folder}/errors/{job}/{place}/error.json")
 from hf_zero.errors import CollectiveError, ConfigError, StateError
 from hf_zero.system import last_words
-from hf_zero.system.last_words import tell_launcher
+from hf_zero.system.last_words import report_to_launcher
 last_words._PATIENCE_SECONDS = last_words._SETTINGS_SECONDS = 600.0  # a busy machine may take long until rank 0 has told
-tell_launcher()
-tell_launcher()
+report_to_launcher()
+report_to_launcher()
 """
 NETWORK = "raise RuntimeError('[.../gloo/transport/tcp/pair.cc] Connection closed by peer')"
 FAILURES = {

@@ -153,8 +153,8 @@ Path(f"printed-{rank}").touch()
 while not all(Path(f"printed-{other}").exists() for other in range(int(os.environ["WORLD_SIZE"]))):
     time.sleep(0.01)
 if rank == 1:
-    from hf_zero.system.last_words import tell_launcher
-    tell_launcher()
+    from hf_zero.system.last_words import report_to_launcher
+    report_to_launcher()
     raise ValueError("a broken sample")
 time.sleep(1000)
 """

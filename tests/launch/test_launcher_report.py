@@ -83,9 +83,9 @@ def test_what_is_not_ours_is_reported_as_ever(ended: dict[str, Ended]) -> None:
 
 
 WRONG_KEY = """
-from hf_zero.system.last_words import tell_launcher
+from hf_zero.system.last_words import report_to_launcher
 from hf_zero.config.resolve import resolve
-tell_launcher()
+report_to_launcher()
 resolve({"gradient_cliping": 1.0, "zero_optimization": {"stage": 2, "overlap_com": True}})
 """
 

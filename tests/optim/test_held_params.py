@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.core.optimizer.held_params import held_in, replace_parameters, single_in
+from hf_zero.core.optimizer.held_params import describe_other_holders, replace_parameters, single_in
 from hf_zero.errors import UnsupportedError
 from hf_zero.optim.elementwise import needs_whole_tensors
 from tests.support import ranks
@@ -81,7 +81,7 @@ def test_containers_are_made_anew_and_others_stay() -> None:
     other = nn.Parameter(torch.zeros(2))
     mine, plain = {"x": [(first, 1), second], first: 2, id(second): third}, optimizer.plain
     optimizer.mine, optimizer.same, optimizer.groups = mine, mine, optimizer.param_groups
-    assert held_in(optimizer) == "keeps parameters of the model in its attribute 'mine'"
+    assert describe_other_holders(optimizer) == "keeps parameters of the model in its attribute 'mine'"
     replace_parameters(optimizer, {id(first): [other], id(second): [], id(third): []})
     assert optimizer.mine is optimizer.same and optimizer.mine is not mine and mine["x"][0][0] is first
     assert optimizer.mine == {"x": [(other, 1)], other: 2}

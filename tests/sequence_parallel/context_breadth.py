@@ -24,13 +24,13 @@ START, STOP = "<!-- breadth: made by python -m tests.sequence_parallel.context_b
 def measure(name: str) -> Row:
     """One architecture, on this rank of the group, with a batch as a tokenizer gives it."""
     from hf_zero.comm.topology import build_topology, context_topology
-    from hf_zero.sequence_parallel.attention import standing_in, trade_in_attention
+    from hf_zero.sequence_parallel.attention import attention_replaced, exchange_heads_in_attention
     from hf_zero.sequence_parallel.forward import SliceSettings
     from hf_zero.sequence_parallel.state import ContextParallel
 
     def bind(model: nn.Module) -> None:
         groups = context_topology(build_topology(), ranks.world())
-        ContextParallel(*groups, SliceSettings(None, True, None, trade_in_attention, standing_in)).bind(model)
+        ContextParallel(*groups, SliceSettings(None, True, None, exchange_heads_in_attention, attention_replaced)).bind(model)
 
     def loss_of(model: nn.Module, batch: dict[str, Any], _: Any) -> torch.Tensor:
         loss: torch.Tensor = model(**batch).loss

@@ -1,4 +1,4 @@
-"""What sequence parallelism consists of: groups, the trade, slices of batches, and what is refused."""
+"""Parts of sequence parallelism: groups, the exchange of heads, slices of batches, and refused inputs."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_zero.errors import HfZeroError, StateError, UnsupportedError
-from hf_zero.integrations.ulysses import UlyssesSPAttentionHF, standing_in
+from hf_zero.integrations.ulysses import UlyssesSPAttentionHF, attention_replaced
 from hf_zero.sequence_parallel import sequence_functions
 from hf_zero.sequence_parallel.joining import cut as cut_here
 from hf_zero.sequence_parallel.joining import join
@@ -174,7 +174,7 @@ def test_joining_is_the_opposite_of_cutting() -> None:
 
 
 def flow_of(name: str, size: int = 2) -> TokenFlow:
-    return find_token_flow(zoo.build(name), size, partial(standing_in, "sdpa"))
+    return find_token_flow(zoo.build(name), size, partial(attention_replaced, "sdpa"))
 
 
 def test_where_tokens_meet() -> None:

@@ -15,7 +15,7 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.topology import axis_over
 from hf_zero.errors import UnsupportedError
 from hf_zero.sequence_parallel.blocks import Scores
-from hf_zero.sequence_parallel.exchange import trade
+from hf_zero.sequence_parallel.exchange import all_to_all
 from hf_zero.sequence_parallel.joining import Layout, given_to_all, join, join_loss, join_tokens
 from hf_zero.sequence_parallel.ring import _Ring, _Rules
 from tests.support import ranks
@@ -29,12 +29,12 @@ def rows(rank: int) -> Tensor:
     return torch.randn(2, 2, 4, 3, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
 
 
-def plain_of_trade(given: list[Tensor], rank: int) -> Tensor:
+def plain_of_exchange(given: list[Tensor], rank: int) -> Tensor:
     return torch.stack([other.sin()[rank] for other in given]).square() + torch.stack([other[rank] for other in given])
 
 
-def of_trade(group: Collectives, mine: Tensor) -> Tensor:
-    first, second = trade(group, mine.sin(), mine)
+def of_exchange(group: Collectives, mine: Tensor) -> Tensor:
+    first, second = all_to_all(group, mine.sin(), mine)
     return first.square() + second
 
 
@@ -84,7 +84,7 @@ def check_all() -> None:
     group = open_collectives(axis_over(dist.group.WORLD))  # type: ignore[arg-type]
     layout = Layout(group)
     pairs: dict[str, tuple[Callable[[Tensor], Tensor], Plain]] = {
-        "trade": (partial(of_trade, group), plain_of_trade),
+        "exchange": (partial(of_exchange, group), plain_of_exchange),
         "join": (lambda mine: join(group, mine, 1), lambda given, _: torch.cat(given, dim=1)),
         "tokens": (lambda mine: join_tokens(layout, mine), partial(in_order, layout)),
         "mean": (lambda mine: of_loss(group, mine, True), lambda given, rank: plain_of_loss(given, rank, True)),

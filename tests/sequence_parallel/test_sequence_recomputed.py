@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_zero.comm.topology import build_topology, context_topology
 from hf_zero.integrations.ulysses import UlyssesSPAttentionHF
-from hf_zero.sequence_parallel.attention import standing_in, trade_in_attention
+from hf_zero.sequence_parallel.attention import attention_replaced, exchange_heads_in_attention
 from hf_zero.sequence_parallel.forward import SliceSettings
 from hf_zero.sequence_parallel.state import ContextParallel
 from tests.sequence_parallel.compared import GRAD, worst_gradient
@@ -32,7 +32,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def bound(model: nn.Module, way: str) -> Callable[[Batch], Tensor]:
     """Divide the sequences of ``model`` over all ranks; return the loss of a whole batch in training mode."""
     if way == "context":
-        settings = SliceSettings(None, True, None, trade_in_attention, standing_in)
+        settings = SliceSettings(None, True, None, exchange_heads_in_attention, attention_replaced)
         ContextParallel(*context_topology(build_topology(), ranks.world()), settings).bind(model)
         return lambda batch: model(**batch).loss
     state = UlyssesSPAttentionHF.register_with_transformers(model, None, ranks.world(), 2, disable_in_eval=True)

@@ -46,22 +46,22 @@ def train(
     if one_waits and ranks.rank() == 0:
         optimizer.register_step_post_hook(lambda *_: None)
     seen, flags, culprits = [], [], []
-    skipped_unless, culprit_of = StateStore.skipped_unless, steps.Stepper.culprit_of
+    updates_only_if, name_of_non_finite = StateStore.updates_only_if, steps.Stepper.name_of_non_finite
     # One gradient alone, so that its name is known only if those of the others are finite when it is looked for.
     engine.module.transformer.ln_f.bias.register_hook(lambda grad: grad * float("nan") if len(seen) in NOT_FINITE else grad)
 
     def counted(store: StateStore, finite: torch.Tensor | None) -> Any:
         flags.append(finite is not None)
-        return skipped_unless(store, finite)
+        return updates_only_if(store, finite)
 
     def named(stepper: Any, shards: Any) -> str:
-        culprits.append(culprit_of(stepper, shards))
+        culprits.append(name_of_non_finite(stepper, shards))
         return culprits[-1]
 
     with (
         mock.patch.object(steps, "_READ_AT_ONCE", () if late else (ranks.device().type,)),
-        mock.patch.object(StateStore, "skipped_unless", counted),
-        mock.patch.object(steps.Stepper, "culprit_of", named),
+        mock.patch.object(StateStore, "updates_only_if", counted),
+        mock.patch.object(steps.Stepper, "name_of_non_finite", named),
     ):
         for step in range(6):
             loss = case.forward(engine, case.rows(step, 0, ranks.rank()))

@@ -72,7 +72,7 @@ def begin(net: Collectives, what: str, place: tuple[Path, str], number: str, job
     offers = leads_node()
     complete = agreement.on_all(net, what, lambda: _prepare(save_dir, tag, job) if offers else None)
     agreement.quickly(net, what, lambda: _repair(save_dir, tag, complete) if offers else None)
-    agreement.quickly(net, what, lambda: staging.offer(save_dir, tag, number, net.rank) if offers else None)
+    agreement.quickly(net, what, lambda: staging.make_hidden_folder(save_dir, tag, number, net.rank) if offers else None)
     leaders = agreement.on_all(net, what, lambda: _leader(folders.staging_folder(save_dir, tag, number)))
     if net.rank in leaders:
         note("checkpoint_begun", tag)
@@ -87,7 +87,7 @@ def _prepare(save_dir: Path, tag: str, job: Collection[Process]) -> list[tuple[s
 def _repair(save_dir: Path, tag: str, complete: list[list[tuple[str, str]] | None]) -> None:
     """Undoes a save that was killed when some nodes had replaced their checkpoint of this tag and some had not."""
     sets = [set(keys) for keys in complete if keys is not None]
-    staging.take_back(save_dir, tag, set.intersection(*sets))
+    staging.restore_previous(save_dir, tag, set.intersection(*sets))
 
 
 def _leader(folder: Path) -> int:

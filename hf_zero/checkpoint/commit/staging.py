@@ -159,7 +159,7 @@ def _refuse_second(folder: Path, tag: str, writer: Process) -> None:
     )
 
 
-def offer(save_dir: Path, tag: str, number: str, rank: int) -> None:
+def make_hidden_folder(save_dir: Path, tag: str, number: str, rank: int) -> None:
     """Make the hidden folder unless another rank was first; ``leader_of`` returns that rank.
 
     Args:
@@ -266,7 +266,7 @@ def _remove_named(folder: Path) -> None:
     own_files.remove_folder(folder, is_ours)
 
 
-def take_back(save_dir: Path, tag: str, wanted: set[tuple[str, str]]) -> None:
+def restore_previous(save_dir: Path, tag: str, wanted: set[tuple[str, str]]) -> None:
     """Give the previous checkpoint of ``tag`` its name back if it is ``wanted`` (tag and digest) and the present one is not."""
     final, previous = save_dir / tag, previous_folder(save_dir, tag)
     if is_complete(previous) and (tag, marker_of(previous)) in wanted and (not is_complete(final) or (tag, marker_of(final)) not in wanted):

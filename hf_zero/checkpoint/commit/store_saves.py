@@ -175,7 +175,7 @@ class StoreSave:
             if self._replaces is None:
                 marker.put_new(content)
             else:
-                marker.put_over(content, self._former)
+                marker.replace_object(content, self._former)
         except FileExistsError:
             raise CheckpointError(
                 f"another save has completed checkpoint {self.tag!r} in {self.save_dir} meanwhile; that one stays. Two runs must not "
@@ -288,7 +288,7 @@ def _delete_files(folder: ObjectPath, number: str | None) -> None:
     place.remove(sorted(names, key=lambda name: name != MARKER_FILE))
     if number != _FLAT:
         place.end_uploads()
-        place.tidy()
+        place.remove_empty_folder()
 
 
 def _write_script(save_dir: ObjectPath) -> None:

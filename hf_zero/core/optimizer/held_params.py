@@ -45,7 +45,7 @@ def has_optimizers(value: Any) -> bool:
     return any(isinstance(item, torch.optim.Optimizer) for item in items)
 
 
-def held_in(optimizer: torch.optim.Optimizer) -> str:
+def describe_other_holders(optimizer: torch.optim.Optimizer) -> str:
     """Return a clause that says where parameters of the groups are kept besides; "" if they are in the groups alone."""
     groups = {id(group) for group in optimizer.param_groups}
     known = {id(param): () for group in optimizer.param_groups for param in group["params"]}

@@ -115,7 +115,7 @@ def _shown(part: Any) -> torch.Tensor:
     if shown is None:
         with _WITHOUT_FUNCTION():
             shown = vars(part)[_SHOWN] = _DATA.__get__(part)
-        _keeper(part).lend(part)
+        _keeper(part).note_shared(part)
     return shown
 
 
@@ -154,8 +154,8 @@ class MasterParts:
         self._parts: list[tuple[Unit, nn.Parameter, Callable[[], torch.Tensor | None]]] = []
         self._tensors: list[nn.Parameter] = []  # those of ``_parts``
         self._counts: list[int] = []  # counts of writes at the last look, by part
-        self._lent: list[Any] = []  # parts whose ``data`` the script has asked for
-        self._lent_counts: list[int] = []  # counts of writes to these tensors
+        self._shared: list[Any] = []  # parts whose ``data`` the script has asked for
+        self._shared_counts: list[int] = []  # counts of writes to these tensors
         self._resting: list[nn.Parameter] = []  # parameters of full shape, which have values inside of an update only
 
     def watch(self, parts: Iterable[tuple[Unit, nn.Parameter, Callable[[], torch.Tensor | None]]]) -> None:
@@ -166,11 +166,11 @@ class MasterParts:
         """
         self.pause()
         self._parts = [entry for entry in parts if type(entry[1]) is nn.Parameter]  # a plan has tensors of another class
-        self._lent = []
+        self._shared = []
         self._tensors = [part for _, part, _ in self._parts]
         for part in self._tensors:
             vars(part)[_KEEPER] = self
-        self._lent += [part for part in self._tensors if _SHOWN in vars(part)]
+        self._shared += [part for part in self._tensors if _SHOWN in vars(part)]
         self.resume()
 
     def rest(self, params: Iterable[nn.Parameter]) -> None:
@@ -180,14 +180,14 @@ class MasterParts:
             vars(param)[_KEEPER] = self
             param.__class__ = RestingParam
 
-    def lend(self, part: nn.Parameter) -> None:
+    def note_shared(self, part: nn.Parameter) -> None:
         """Note that the script has ``part.data``, which must stay the memory of its values."""
-        self._lent.append(part)
+        self._shared.append(part)
 
     @property
-    def lends(self) -> bool:
+    def shares_masters(self) -> bool:
         """Return whether the script has read ``data`` of a part."""
-        return bool(self._lent)
+        return bool(self._shared)
 
     def pause(self) -> None:
         """Begin an update: the parts are ordinary parameters, and may be written."""
@@ -205,13 +205,13 @@ class MasterParts:
     def _look(self) -> set[int]:
         """Count writes again, and return the ids of the parts that were written since the last look."""
         with _WITHOUT_FUNCTION():
-            counts, lent = [part._version for part in self._tensors], [vars(part)[_SHOWN]._version for part in self._lent]
-        if counts == self._counts and lent == self._lent_counts:
+            counts, shared = [part._version for part in self._tensors], [vars(part)[_SHOWN]._version for part in self._shared]
+        if counts == self._counts and shared == self._shared_counts:
             return set()
-        before = self._lent_counts + [0] * (len(lent) - len(self._lent_counts))  # the count of a new tensor
+        before = self._shared_counts + [0] * (len(shared) - len(self._shared_counts))  # the count of a new tensor
         written = {id(part) for part, now, then in zip(self._tensors, counts, self._counts, strict=False) if now != then}
-        written |= {id(part) for part, now, then in zip(self._lent, lent, before, strict=False) if now != then}
-        self._counts, self._lent_counts = counts, lent
+        written |= {id(part) for part, now, then in zip(self._shared, shared, before, strict=False) if now != then}
+        self._counts, self._shared_counts = counts, shared
         return written
 
     @torch.no_grad()

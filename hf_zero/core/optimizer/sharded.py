@@ -168,7 +168,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         else:
             self.own.connect(self)
 
-    def dismiss(self) -> None:
+    def free_states(self) -> None:
         """Free state and segments, and empty the groups."""
         self.connect(None, None)
         self.state_store.close()
@@ -283,7 +283,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for before in (*self._optimizer_load_state_dict_pre_hooks.values(),):
             changed = before(self, state)
             state = state if changed is None else changed
-        if not _took_plain(self, state):
+        if not _load_if_plain(self, state):
             self._load_own_state_dict({name: value for name, value in state.items() if name != _PARTS})
         for after in (*self._optimizer_load_state_dict_post_hooks.values(),):
             after(self)
@@ -370,7 +370,7 @@ def watch_parts(optimizer: ShardedOptimizer) -> None:
     """Look for writes of the script to the segments' tensors."""
     parts, store = optimizer.own.parts, optimizer.state_store
     parts.settle = store.settle
-    store.lends = partial(getattr, parts, "lends")
+    store.shares_masters = partial(getattr, parts, "shares_masters")
     segments = optimizer.segments if type(optimizer) is ShardedOptimizer else Segments()
     parts.watch((segment.unit, segment.tensor, partial(getattr, segment, "low")) for segment in segments)
 
@@ -411,7 +411,7 @@ def _clearing(optimizer: ref[ShardedOptimizer]) -> Callable[..., None]:
     return zero_grad
 
 
-def _took_plain(optimizer: ShardedOptimizer, state: Mapping[str, Any]) -> bool:
+def _load_if_plain(optimizer: ShardedOptimizer, state: Mapping[str, Any]) -> bool:
     """Load ``state`` if a plain torch optimizer has written it, and return whether; raise if it is no state of this rank."""
     parts = state.get(_PARTS)
     if parts is not None and parts != optimizer.param_states.parts():

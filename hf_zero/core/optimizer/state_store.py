@@ -34,12 +34,12 @@ class StateStore:
         in_files: Ids of the units whose masters and states are kept in files.
         broken: Error of further steps, because an update in files has broken off and no load has followed; empty otherwise.
         before_step: Calls the script's pre-step hooks, when all segments have their gradients; None if there are none.
-        lends: Returns whether the script has tensors that share the memory of masters.
+        shares_masters: Returns whether the script has tensors that share the memory of masters.
     """
 
-    _may_skip = False  # inside ``skipped_unless``
+    _may_skip = False  # inside ``updates_only_if``
     before_step: Callable[[], None] | None = None
-    lends: Callable[[], bool] = bool
+    shares_masters: Callable[[], bool] = bool
 
     threads: int | None = None
     broken = ""
@@ -73,7 +73,7 @@ class StateStore:
         if not by_unit:  # all parameters are frozen now
             return
         fresh = not self.inner.state
-        if not fresh and self._pays_in_turn():
+        if not fresh and self._is_faster_by_unit():
             self._update_in_turn(by_unit, factor, updated)
             return
         self._update_at_once(by_unit, factor)
@@ -83,18 +83,18 @@ class StateStore:
             updated(unit)
 
     def can_skip(self) -> bool:
-        """Return whether ``skipped_unless`` serves the inner optimizer: torch's fused Adam or AdamW without hooks, stepped once for all
+        """Return whether ``updates_only_if`` serves the inner optimizer: torch's fused Adam or AdamW without hooks, stepped once for all
         segments. A skipped step makes no state, so all states must be there.
         """
         inner = self.inner
-        if type(self) is not StateStore or type(inner) not in (torch.optim.Adam, torch.optim.AdamW) or self._pays_in_turn():
+        if type(self) is not StateStore or type(inner) not in (torch.optim.Adam, torch.optim.AdamW) or self._is_faster_by_unit():
             return False
         seen = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks or hasattr(inner, "found_inf")
         fused = all(group["fused"] for group in inner.param_groups)
         return fused and not seen and all(segment.state for segment in self.segments.trained)
 
     @contextmanager
-    def skipped_unless(self, finite: torch.Tensor | None) -> Iterator[None]:
+    def updates_only_if(self, finite: torch.Tensor | None) -> Iterator[None]:
         """Let updates inside the ``with`` leave masters and states as they are if ``finite``, 0-dim on their device, is false. The caller
         publishes the masters of a step that is taken: a skipped one must not write to shards (a zero may have another sign there).
         """
@@ -181,7 +181,7 @@ class StateStore:
             and all((low := segment.low) is None or low.dtype in LOW_TYPES for segment in self.segments)
         )
 
-    def _pays_in_turn(self) -> bool:
+    def _is_faster_by_unit(self) -> bool:
         """Return whether updating unit by unit is faster: the all-gather of updated parameters needs the host and can overlap with updates.
         Otherwise one launch for all units is faster.
         """

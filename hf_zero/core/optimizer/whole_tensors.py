@@ -235,9 +235,9 @@ class WholeTensorOptimizer(ShardedOptimizer):
             ]
         )
 
-    def dismiss(self) -> None:
+    def free_states(self) -> None:
         """Free states and parameters."""
-        super().dismiss()
+        super().free_states()
         self.whole, self._exchanges, self._by_name = [], [], {}
 
     def __repr__(self) -> str:

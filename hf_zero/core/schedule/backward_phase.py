@@ -102,9 +102,9 @@ class BackwardPhase:
                     self._nodes[id(entry.unit), index] = torch.autograd.graph.get_gradient_edge(param).node
                 param.requires_grad_(requires)
         if entry.unit.reshards:
-            entry.unit.let_go_of_left()
+            entry.unit.free_kept()
 
-    def let_go(self, unit: Unit, index: int) -> None:
+    def release_param(self, unit: Unit, index: int) -> None:
         """Remove the hook of one parameter, because another engine trains it."""
         handle = self._handles.pop((id(unit), index), None)
         self._nodes.pop((id(unit), index), None)
@@ -191,13 +191,13 @@ class BackwardPhase:
     def _reached_part(self) -> None:
         if not self.begun:
             self._notice()
-            self._look_ahead()
+            self._request_unannounced()
 
     def _fired(self, forward: WatchedForward) -> None:
         """Handle the first gradient of an output of ``forward``."""
         if not self.begun:
             self._notice()
-        self._look_ahead()
+        self._request_unannounced()
         if forward.backward != self._count:
             forward.backward = self._count
             if forward.block is not None:
@@ -206,13 +206,13 @@ class BackwardPhase:
     def expect(self, loss: torch.Tensor) -> None:
         """Prepare for the backward of ``loss``, which is about to run."""
         if self.schedule is not None and loss.requires_grad:
-            loss.register_hook(outside_compile(lambda _: self._look_ahead()))
+            loss.register_hook(outside_compile(lambda _: self._request_unannounced()))
 
-    def _look_ahead(self) -> None:
+    def _request_unannounced(self) -> None:
         """Find the blocks that the backward which has just begun will not announce in time, and request them; collective."""
         if self.schedule is not None and self.begun and not (self._looked or self.mixed):
             self._looked = True
-            self.schedule.foretold(self.outputs.foretell(self._blocks))
+            self.schedule.record_unannounced(self.outputs.find_unannounced(self._blocks))
 
     def begin(self, mixed: bool = False) -> None:
         """Begin a micro-step that the engine has started.

@@ -97,7 +97,7 @@ class Block:
         """Count a backward that begins: the first gradient of an output is known."""
         self.pending = max(0, self.pending - 1)
 
-    def never_comes(self) -> None:
+    def mark_without_gradient(self) -> None:
         """Note that the running backward computes no gradient of an output of this block."""
         self.pending = 0
 
@@ -111,7 +111,7 @@ class Block:
         if self.silent:
             self.silent = False
             for unit in self.units:
-                unit.let_go_of_left()
+                unit.free_kept()
 
     def read_by(self, reader: Block, root: Block) -> None:
         """Note that ``reader``'s module reads parameters that this block owns: both are unsharded together from now on."""
@@ -167,7 +167,7 @@ class Block:
         """Return whether functions outside of the module's forward may have saved its parameters, [Note: parameters that a function
         saved].
         """
-        return self.read_elsewhere or any(unit.lent for unit in self.units)
+        return self.read_elsewhere or any(unit.pinned_in_graph for unit in self.units)
 
     @property
     def pinned(self) -> bool:
@@ -199,17 +199,17 @@ class Block:
             if unit.state is UnitState.UNSHARDED and unit.exact:
                 unit.whole.show_older()
 
-    def forget_left(self) -> None:
+    def free_kept_memory(self) -> None:
         """Free the memory that resharding has kept for the root's backward."""
         for unit in self.units:
-            unit.whole.forget_left()
+            unit.whole.free_kept_memory()
 
     def updated(self) -> None:
         """Prepare for an update of the values: backwards that are still pending would need the old values, and are discarded."""
         self.reset()
-        self.forget_left()
+        self.free_kept_memory()
         for unit in self.units:
-            unit.lent = False
+            unit.pinned_in_graph = False
 
     def show_placeholders(self) -> None:
         """Point sharded parameters at placeholders, which have their shapes but no values."""

@@ -156,8 +156,8 @@ class GatheredParameters:
                 network.broadcast(param.data, place, "parameter outside of units")
                 broadcast_over_layers(network.topology, param.data, self._modifier_rank, "parameter outside of units")
                 noted, name = noted_loose(param)
-                noted.go_back(name, record)
-            self._look_at_loose(lambda network: network.topology.model is not None)
+                noted.restore_record(name, record)
+            self._record_loose_changes(lambda network: network.topology.model is not None)
         if refusal is not None and kind is None:
             raise refusal
 
@@ -168,7 +168,7 @@ class GatheredParameters:
         for index, after in now.items():
             unit.written.look(index, after if after != sums[index] else None)
 
-    def _look_at_loose(self, wanted: Callable[[Collectives], bool] = lambda _: True) -> None:
+    def _record_loose_changes(self, wanted: Callable[[Collectives], bool] = lambda _: True) -> None:
         """Do as ``_look`` for parameters outside of units, of the networks that are ``wanted``; local."""
         for (loose, network), before in zip(self._loose, self._loose_sums, strict=True):
             if wanted(network):
@@ -183,7 +183,7 @@ class GatheredParameters:
         Returns:
             The error that ranks without an exception of their own raise, if changes differ or a rank has left the block with an exception.
         """
-        self._look_at_loose()
+        self._record_loose_changes()
         for unit in self._sums:
             self._look(unit)
         held: dict[Unit, list[int]] = {unit: self._wanted[unit] for unit in self._alone if not unit.gathers}

@@ -198,11 +198,11 @@ class OutsideReads:
         if block is None or not self._wants_values():
             return
         if self._is_behind():
-            lend(param, self._bring)
+            show_unit_placeholders(param, self._unshard_for_use)
         else:
             self._read(block)
 
-    def bring(self, param: nn.Parameter) -> bool:
+    def unshard_for_use(self, param: nn.Parameter) -> bool:
         """Unshard ``param`` if the model's forward, its loss or a recomputation computes with it, and return whether it is unsharded.
 
         Code that iterates over ``named_parameters()`` (a penalty on all weights) looks no attribute up, so no guard notices its reads.
@@ -210,10 +210,10 @@ class OutsideReads:
         """
         if not self._wants_values():
             return False
-        self._bring(param)
+        self._unshard_for_use(param)
         return not is_sharded(param)
 
-    def _bring(self, param: nn.Parameter) -> None:
+    def _unshard_for_use(self, param: nn.Parameter) -> None:
         """Unshard ``param`` for code that computes with it outside of its block's forward, perhaps in a later forward or backward;
         collective.
         """
@@ -311,39 +311,39 @@ class LateParameter(ShardedParameter):
         if not _only_looks(func):
             found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LateParameter)]
             for leaf in found:
-                _bring(leaf)
+                _unshard_for_use(leaf)
             if not any(isinstance(leaf, LateParameter) for leaf in found):
                 return func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
 
-def lend(param: nn.Parameter, bring: Callable[[nn.Parameter], None]) -> None:
+def show_unit_placeholders(param: nn.Parameter, unshard_for_use: Callable[[nn.Parameter], None]) -> None:
     """Show ``param``, which is sharded, and all parameters of its unit as placeholders; local.
 
     Args:
         param: The parameter.
-        bring: Function that unshards a parameter of the unit; called with it when code computes with it.
+        unshard_for_use: Function that unshards a parameter of the unit; called with it when code computes with it.
     """
     owner = find_unit(param)
     if owner is None:
         return
     unit, _ = owner
-    _bringers[unit] = bring
+    _unsharders[unit] = unshard_for_use
     unit.show_placeholders()
     for other in unit.params:
         if other is not None and is_sharded(other) and type(other) is nn.Parameter:
             other.__class__ = LateParameter
 
 
-_bringers: WeakKeyDictionary[Unit, Callable[[nn.Parameter], None]] = WeakKeyDictionary()
+_unsharders: WeakKeyDictionary[Unit, Callable[[nn.Parameter], None]] = WeakKeyDictionary()
 
 
-def _bring(param: LateParameter) -> None:
+def _unshard_for_use(param: LateParameter) -> None:
     owner = find_unit(param)
-    bring = _bringers.get(owner[0]) if owner is not None else None
-    if bring is not None and is_sharded(param):
-        bring(param)
+    unshard_for_use = _unsharders.get(owner[0]) if owner is not None else None
+    if unshard_for_use is not None and is_sharded(param):
+        unshard_for_use(param)
 
 
 def _only_looks(func: Any) -> bool:

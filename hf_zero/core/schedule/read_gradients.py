@@ -51,15 +51,15 @@ class ReadGradients:
         gradients: Gradients of all trainable units; a list that may change.
 
     Attributes:
-        meet: Votes on what the rank is about to do; set if reads are served.
-        lent: Whether the script has parts of the waiting gradients in their own memory, which it can write through ``data`` uncounted.
+        wait_for_ranks: Votes on what the rank is about to do; set if reads are served.
+        exposed: Whether the script has parts of the waiting gradients in their own memory, which it can write through ``data`` uncounted.
         prepare: Called once before waiting gradients are read or replaced; may change them.
     """
 
     def __init__(self, gradients: Sequence[UnitGradients]) -> None:
-        self.meet: WeakMethod[Callable[[str], None]] | None = None
+        self.wait_for_ranks: WeakMethod[Callable[[str], None]] | None = None
         self.prepare: WeakMethod[Callable[[], None]] | None = None
-        self.lent = False
+        self.exposed = False
         self._gradients = gradients
         self._open = self._complete = False
         self._served: dict[tuple[int, int], _Served] = {}  # by id of the unit and position
@@ -78,7 +78,7 @@ class ReadGradients:
         if not self._open:
             self._open = True
             for entry in self._gradients:
-                if entry.exchange.policy.sharded or not complete or self.meet is not None:
+                if entry.exchange.policy.sharded or not complete or self.wait_for_ranks is not None:
                     mark_waiting(entry.unit.params)
 
     def mark(self, unit: Unit) -> None:
@@ -109,7 +109,7 @@ class ReadGradients:
             self._forget_all()
 
     def _forget_all(self) -> None:
-        self._open = self._complete = self.lent = False
+        self._open = self._complete = self.exposed = False
         self.prepare = None
         self._served.clear()
         self._kept.clear()
@@ -176,13 +176,13 @@ class ReadGradients:
         if found is not None or (self._complete and not self._gathers(entry, index)):
             self.begin()
             return found
-        name, meet = unit.layout.slots[index].name, self.meet() if self.meet is not None else None
-        if not self._complete or meet is None or not entry.exchange.reduces:
+        name, wait_for_ranks = unit.layout.slots[index].name, self.wait_for_ranks() if self.wait_for_ranks is not None else None
+        if not self._complete or wait_for_ranks is None or not entry.exchange.reduces:
             if self._complete not in self._warned and (entry.shard is not None or entry.has_local or self._kept):
                 self._warned.add(self._complete)
                 warn_once(_unserved(name, self._complete))
             return None
-        meet(f"read {name}.grad")
+        wait_for_ranks(f"read {name}.grad")
         self.begin()
         self.fold()
         held = entry.held()
@@ -222,7 +222,7 @@ class ReadGradients:
             self.forget(unit, index)
             unit.shard_part(index, entry.writable(index)).zero_()
             return False  # a gradient that the script has assigned before goes too
-        if self.meet is None or not (unit.reshards or self.joins(unit.params[index])):
+        if self.wait_for_ranks is None or not (unit.reshards or self.joins(unit.params[index])):
             self.forget(unit, index)  # whole parameters: torch has it, and the step averages it over ranks
             param = unit.params[index]
             if _HAS_GRAD_DTYPE and param is not None and value.dtype != param.dtype:  # a read gives the dtype of the sum over ranks
@@ -237,7 +237,7 @@ class ReadGradients:
 
     def joins(self, param: torch.Tensor | None) -> bool:
         """Return whether reads are served, and ``param`` is divided: ``grad`` is that of the whole parameter at every stage. Local."""
-        return self.meet is not None and param is not None and is_divided(param)
+        return self.wait_for_ranks is not None and param is not None and is_divided(param)
 
     def _gathers(self, entry: UnitGradients, index: int) -> bool:
         return entry.exchange.policy.sharded or self.joins(entry.unit.params[index])
@@ -347,9 +347,9 @@ class ShownGradients:
                 self._show(entry, total)
 
     def _show(self, entry: UnitGradients, total: torch.Tensor) -> None:
-        meets = self.reads.meet is not None
+        waits = self.reads.wait_for_ranks is not None
         for index, (param, grad) in enumerate(zip(entry.unit.params, gradients_of(entry.unit.params), strict=True)):
-            if param is None or grad is not None or param.device != total.device or (meets and is_divided(param)):
+            if param is None or grad is not None or param.device != total.device or (waits and is_divided(param)):
                 continue  # a gradient that a script has assigned stays
             if param.dtype != total.dtype:
                 if not _HAS_GRAD_DTYPE:

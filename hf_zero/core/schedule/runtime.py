@@ -232,11 +232,11 @@ class Runtime:
         for unit in self.units():
             unit.belongs_to = ref(self)
 
-    def let_go(self, unit: Unit, index: int) -> None:
+    def release_param(self, unit: Unit, index: int) -> None:
         """Stop training a parameter that moves to another unit: another engine takes its gradients."""
         param = unit.params[index]
         if param is not None:
-            self.backward.let_go(unit, index)
+            self.backward.release_param(unit, index)
             self._moved.append((unit.layout.slots[index].name, ref(param)))
 
     @property
@@ -399,9 +399,9 @@ class Runtime:
         """Take ``param.grad = value``, and return whether it was taken; see ``ReadGradients.write``."""
         return self.backward.reducer is not None and self.backward.reducer.shown.reads.write(unit, index, value)
 
-    def bring(self, param: nn.Parameter) -> bool:
-        """Unshard a parameter that code of the model or of its loss computes with; see ``OutsideReads.bring``."""
-        return self._outside_reads.bring(param)
+    def unshard_for_use(self, param: nn.Parameter) -> bool:
+        """Unshard a parameter that code of the model or of its loss computes with; see ``OutsideReads.unshard_for_use``."""
+        return self._outside_reads.unshard_for_use(param)
 
     def mark_read(self, unit: Unit) -> None:
         """Serve reads of ``param.grad`` in a unit that a script has just unsharded; local."""

@@ -12,7 +12,7 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.core.schedule.block import Block, UnshardLimits, UnshardPass
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.torch_internals import next_node
-from hf_zero.core.schedule.watched_outputs import Foretold
+from hf_zero.core.schedule.watched_outputs import UnannouncedBlock
 from hf_zero.core.units.shard import HasDerived, drop_changed, exchange_changes
 from hf_zero.errors import StateError
 from hf_zero.observe import span
@@ -55,7 +55,7 @@ class UnshardSchedule:
         self._updating = False  # updates of the last step may still be running
         self._pass = UnshardPass((), 0, limits)
         self._reducer: Reducer | None = None  # set during a backward only
-        self._foretold: dict[int, Foretold] = {}  # by id of the block
+        self._unannounced: dict[int, UnannouncedBlock] = {}  # by id of the block
         self._training = False  # the running forward began with gradients on
         self._broke = False  # the last forward of the complete module raised, and other ranks may still be in it
         self._repeats = False  # the error was raised after the pass was over
@@ -155,7 +155,7 @@ class UnshardSchedule:
             return False
         self._broke = False
         self._pass.finish()
-        return self._votes and self._ballot(again=False, given_up=True)[_INSIDE]
+        return self._votes and self._vote_on_pass(again=False, given_up=True)[_INSIDE]
 
     def begin_update(self) -> None:
         """Reshard all blocks before a step changes the shards, because unsharded values become stale; local."""
@@ -211,14 +211,14 @@ class UnshardSchedule:
                 self._positions, self._placed = self._place_reductions(), reducer.layouts
             sizes = [block.numel if block.sharded else 0 for block in order]
             reducer.order_with_unshards(self._positions, sizes, self.limits.prefetch_bucket_size)
-        self._foretold = {}
+        self._unannounced = {}
         for block in self._all:
             block.show_written()
         self._begin(order, border=self._border(order))
         self._votes = False  # a block stays unsharded while a backward of it is pending: one pass is enough
         self._pass.unshard(self.root)
         for block in takewhile(lambda block: block.saved_outside, order):
-            block.forget_left()
+            block.free_kept_memory()
             self.request(block)
         for external in self.root.externals:
             external.show_placeholders()
@@ -231,19 +231,19 @@ class UnshardSchedule:
             positions.update(dict.fromkeys(map(id, block.gradients), max(position, 0)))
         return positions
 
-    def foretold(self, found: Sequence[Foretold]) -> None:
+    def record_unannounced(self, found: Sequence[UnannouncedBlock]) -> None:
         """Record the blocks whose backward the running backward does not announce in time, [Note: announced backwards]; collective."""
-        self._foretold = {id(entry.block): entry for entry in found}
+        self._unannounced = {id(entry.block): entry for entry in found}
         self._request_silent(0)
 
     def _request_silent(self, start: int) -> None:
         """Unshard blocks from position ``start`` on, up to the first block whose output gradients announce its backward in time."""
-        for block in self._pass.order[start:] if self._foretold else ():
-            entry = self._foretold.pop(id(block), None)
+        for block in self._pass.order[start:] if self._unannounced else ():
+            entry = self._unannounced.pop(id(block), None)
             if entry is not None:
                 self.request(block)
                 if not entry.comes:
-                    block.never_comes()
+                    block.mark_without_gradient()
             if block.pending or block.checkpointed:  # this block's outputs announce it
                 return
 
@@ -340,7 +340,7 @@ class UnshardSchedule:
         Raises:
             StateError: The forward raised on a rank that did not run it again.
         """
-        anyone, given_up, *_ = self._ballot(again, given_up=False)
+        anyone, given_up, *_ = self._vote_on_pass(again, given_up=False)
         if given_up:
             raise StateError(
                 "the forward raised an error on another rank, and that rank did not run it again; see the error in that rank's "
@@ -348,7 +348,7 @@ class UnshardSchedule:
             )
         return anyone
 
-    def _ballot(self, again: bool, given_up: bool) -> list[bool]:
+    def _vote_on_pass(self, again: bool, given_up: bool) -> list[bool]:
         """Vote on another pass; also exchange which shards have changed, where this matters. Collective."""
         kept = _keepers(self._all)
         changed = [any(unit.derived.changed_here for unit in kept)] if kept else []

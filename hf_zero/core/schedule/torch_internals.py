@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.hooks import RemovableHandle
 
 from hf_zero.core.units.guards import HOOKED_MODULE
-from hf_zero.core.units.sharded_parameter import as_torch_has_it
+from hf_zero.core.units.sharded_parameter import plain_grad_access
 from hf_zero.core.units.whole_buffer import ordinary_tensors
 from hf_zero.errors import UnsupportedError
 
@@ -244,7 +244,7 @@ def before_zero_grad(function: Callable[[list[nn.Parameter]], Container[int]]) -
     def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
         params = list(self.parameters())
         stays = function(params)
-        with as_torch_has_it():
+        with plain_grad_access():
             kept = [(param, param.grad) for param in params if id(param) in stays]
             for param, _ in kept:
                 param.grad = None
@@ -356,7 +356,7 @@ def _clipping_hidden(clip: Callable[..., None], function: Callable[..., list[tor
         params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         left = function(params, float(clip_value))
         if left or not params:
-            with as_torch_has_it():
+            with plain_grad_access():
                 clip(left, clip_value, *args, **kwargs)
 
     return call
@@ -367,7 +367,7 @@ def _asking_torch(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with as_torch_has_it():
+        with plain_grad_access():
             return function(*args, **kwargs)
 
     return call

@@ -26,7 +26,7 @@ class _Forward:
 
 
 @dataclasses.dataclass(frozen=True)
-class Foretold:
+class UnannouncedBlock:
     """A block that a backward reaches and does not announce in time.
 
     Attributes:
@@ -98,9 +98,9 @@ class WatchedOutputs:
       backward reaches. When the next block begins or ends, the hook is registered on the new node too.
     - The loss is computed from tensors that a hook or an attribute has taken out of the block, and the output is not used, or was not made
       last. If no output of a block shows that a backward has begun, outputs of modules with parameters inside a block do
-      (``BackwardPhase.watch_part``). When backward begins, ``foretell`` asks the nodes of the outputs whether backward will reach them. A
-      block that no hook announces in time is unsharded together with the one before it in backward's order, which is at most as early as a
-      prefetch.
+      (``BackwardPhase.watch_part``). When backward begins, ``find_unannounced`` asks the nodes of the outputs whether backward will reach
+      them. A block that no hook announces in time is unsharded together with the one before it in backward's order, which is at most as
+      early as a prefetch.
     - The forward has recorded operations and returned no tensor that can be found (an object with slots of its own, a closure). The time of
       its backward is unknown, so the block is *silent*: tensors that autograd saved keep their memory until backward is over.
 
@@ -166,10 +166,10 @@ class WatchedOutputs:
             output.register_hook(hook)
             last.node = output.grad_fn
 
-    def foretell(self, blocks: Iterable[Block]) -> list[Foretold]:
+    def find_unannounced(self, blocks: Iterable[Block]) -> list[UnannouncedBlock]:
         """Return the ``blocks`` that the running backward reaches without announcing them before functions inside them may run.
 
-        Must be called inside the backward. Blocks that it does not reach are notified (``Block.never_comes``).
+        Must be called inside the backward. Blocks that it does not reach are notified (``Block.mark_without_gradient``).
         """
         alive: dict[int, list[WatchedForward]] = {}
         nodes: dict[int, list[_Forward]] = {}
@@ -185,9 +185,9 @@ class WatchedOutputs:
             coming = [forward for forward in below if will_run(forward.node)]
             unknown = len(hooks) - len(below)  # forwards above which nothing was watched
             if not (coming or _is_reached(block)):
-                block.never_comes()
+                block.mark_without_gradient()
             elif len(hooks) < block.pending or len(coming) < len(below) or not all(hook.is_last for hook in hooks):
-                found.append(Foretold(block, comes=bool(coming) or unknown > 0))
+                found.append(UnannouncedBlock(block, comes=bool(coming) or unknown > 0))
         return found
 
 

@@ -83,7 +83,7 @@ class Accumulation:
         self._broke = self._cleared = False
         if forwards is None or forwards != self._seen_forwards:
             if self._awaits_step and self.managed and self._said is None and self.steps > 1:
-                self._warn_of_several()
+                self._warn_of_several_calls()
             self._seen_forwards = self._seen_forwards if forwards is None else forwards
             self.micro_steps += 1
             self._in_cycle += 1
@@ -168,7 +168,7 @@ class Accumulation:
             return self._said
         return self._steps_called + 1 >= self.steps
 
-    def _warn_of_several(self) -> None:
+    def _warn_of_several_calls(self) -> None:
         warn_once(
             f"gradient_accumulation_steps is {self.steps}, and several backwards of new forwards came before one step(). The "
             f"engine counts calls of step(): every {self.steps}. call updates, with all gradients since the last update, each "
@@ -237,7 +237,7 @@ class Accumulation:
         self._seen_forwards = -1
         self.stepped()
 
-    def broke_off(self) -> None:
+    def backward_failed(self) -> None:
         """Note that the backward begun last failed with an error; the gradients since the last optimizer step are lost."""
         before = self._backwards - 1
         self.discarded()

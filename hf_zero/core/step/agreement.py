@@ -300,7 +300,7 @@ def same_call(what: str) -> Alike:
     return Alike([zlib.crc32(what.encode())], refuse)
 
 
-def same_pace(micro_steps: int) -> Alike:
+def same_micro_steps(micro_steps: int) -> Alike:
     """Return the number of micro-steps as a fact for a vote, which detects ranks that make fewer or more of them than others.
 
     Args:

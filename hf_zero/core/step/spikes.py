@@ -143,7 +143,7 @@ class Spikes:
         """Return the numbers of the spike of ``step``; none if that was no spike. A measure of ``Reports``."""
         return self.measured if step == self.found_at else {}
 
-    def asks_to_rewind(self, step: int) -> bool:
+    def requires_rewind(self, step: int) -> bool:
         """Return whether ``step`` was a spike after which the engine must restore a saved state."""
         return self.action == "rewind" and step == self.found_at
 

@@ -16,7 +16,7 @@ from hf_zero.core.schedule.gradient_sums import GradientExchange, GradientPolicy
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.stages import StagePolicy
-from hf_zero.core.step.agreement import Agreed, agree, same_call, same_clipping, same_groups, same_pace
+from hf_zero.core.step.agreement import Agreed, agree, same_call, same_clipping, same_groups, same_micro_steps
 from hf_zero.core.step.equal_copies import equal_copies
 from hf_zero.core.step.grad_norm import clip_factor, first_non_finite, global_norm, model_axis
 from hf_zero.core.step.precision import LossScaler
@@ -148,10 +148,10 @@ class Stepper:
         self._clipped: torch.Tensor | None = None  # the same once they are clipped: the step clips no more
         optimizer.own.change = self.change_masters
         if settings.shows_gradients:
-            reducer.shown.reads.meet = WeakMethod(self.meet)
-        self._look_at_units()
+            reducer.shown.reads.wait_for_ranks = WeakMethod(self.wait_for_ranks)
+        self._record_norm_facts()
 
-    def _look_at_units(self) -> None:
+    def _record_norm_facts(self) -> None:
         """Record the facts that the norm needs about the trained units; local."""
         units, (model, experts) = trained_of(self.optimizer.units), self._networks
         self._model = model_axis(units, model) if model is not None else None
@@ -204,7 +204,7 @@ class Stepper:
             )
         return global_norm(pieces, self.collectives, self.settings.stage.optimizer_sharded, None, self.optimizer.state_store.threads)
 
-    def culprit_of(self, shards: Sequence[torch.Tensor]) -> str:
+    def name_of_non_finite(self, shards: Sequence[torch.Tensor]) -> str:
         """Return the name of the first parameter with a gradient that is not finite; collective."""
         return first_non_finite(trained_of(self.optimizer.units), shards, self.collectives, self._model)
 
@@ -233,7 +233,7 @@ class Stepper:
         own.parts.take(forward=False)
         refused = refused or store.broken or self.equal.refusal() or own.parts.refusal() or own.foreign_states() or saved_empty(units)
         look = WrittenValues(units, self.collectives.data, self.everyone, self.runtime.idle, refused)
-        alike = [_STEPS, same_pace(self.runtime.micro_steps), *look.alike(), self.trained.alike()]
+        alike = [_STEPS, same_micro_steps(self.runtime.micro_steps), *look.alike(), self.trained.alike()]
         written = _WRITTEN if have_written(self.reducer) else _CHANGED if self._has_changed() else 0
         written = _REFUSED if look.refused else _ADDED if self.reducer.added_to else written
         late, draws = [int(not self._can_skip_late())] * self._may_skip_late, self.runtime.draws
@@ -249,7 +249,7 @@ class Stepper:
             refuse_added(self.reducer, self.everyone)
         return Agreed(answers[0] >= _WRITTEN, answers[1], bool(answers[2]), answers[0] >= _CHANGED, answers[_ANSWERS:first] != [0])
 
-    def meet(self, what: str) -> None:
+    def wait_for_ranks(self, what: str) -> None:
         """Wait for all ranks before a collective operation that the script begins, between backward and step; collective, on the host.
 
         Raises:
@@ -261,8 +261,8 @@ class Stepper:
 
     def _has_changed(self) -> bool:
         """Return whether the gradients have changed since ``measure`` took their norm, or may have; local."""
-        lent = self.reducer.shown.reads.lent  # may be written in ways that no counter shows
-        return lent or self._measured is None or not self._measured.is_of(self.reduced(), self.runtime.micro_steps)
+        exposed = self.reducer.shown.reads.exposed  # may be written in ways that no counter shows
+        return exposed or self._measured is None or not self._measured.is_of(self.reduced(), self.runtime.micro_steps)
 
     def signal_of_any(self) -> int:
         """Return the number of a signal that some rank has received, outside of a step; 0 for none. Collective; waits for all ranks."""
@@ -327,7 +327,7 @@ class Stepper:
         self.reducer.shown.drop_removed()
         agreed = self.agree()
         if self.trained.follow(agreed.waits):
-            self._look_at_units()
+            self._record_norm_facts()
         if agreed.written:
             take_written(self.reducer, self.collectives.data, self.everyone)
         return agreed
@@ -380,7 +380,7 @@ class Stepper:
             factor, taken = self._update(shards, norm, 0.0 if clipped is not None else self.settings.max_norm, flag)
             overflow = skipped = not taken
             norm = torch.full_like(norm, math.inf) if overflow else norm if clipped is None else clipped
-        culprit = self.culprit_of(shards) if overflow else ""
+        culprit = self.name_of_non_finite(shards) if overflow else ""
         self.optimizer.overflow, self.optimizer.norm = skipped, norm
         if not skipped:
             self.optimizer.end_step()
@@ -438,7 +438,7 @@ class Stepper:
                 self.optimizer.update(shards, factor, lambda unit: spreads.append(all_gather_updated(unit)))
             else:
                 finite, updated = Arriving(flag), list[Unit]()
-                with self.optimizer.state_store.skipped_unless(flag):
+                with self.optimizer.state_store.updates_only_if(flag):
                     self.optimizer.update(shards, factor, updated.append)
                 if not finite.read():  # the device is busy with the update while the host waits
                     return factor, False

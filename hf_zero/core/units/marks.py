@@ -248,8 +248,8 @@ def tracing_now() -> bool:
     return TracingContext.try_get() is not None
 
 
-def unshard_in_trace(bring: Callable[[], bool]) -> None:
-    """Begin the running trace again if ``bring`` unshards the parameter that it has met.
+def unshard_in_trace(unshard_for_use: Callable[[], bool]) -> None:
+    """Begin the running trace again if ``unshard_for_use`` unshards the parameter that it has met.
 
     [Note: reads that a trace finds] A block unshards its own parameters before its graph runs, and those of other blocks that it is known
     to read. torch.compile traces an attribute lookup without running it, so an unknown outside read calls no guard
@@ -261,11 +261,11 @@ def unshard_in_trace(bring: Callable[[], bool]) -> None:
     that follows finds the read.
 
     Args:
-        bring: Unshards the parameter if code of the model computes with it now, and returns whether it did; collective if it does.
+        unshard_for_use: Unshards the parameter if code of the model computes with it now, and returns whether it did; collective then.
     """
     with tracing(None):  # the engine's own questions about parameters are not the trace's
-        brought = bring()
-    if brought:
+        unsharded = unshard_for_use()
+    if unsharded:
         from torch._dynamo.exc import RestartAnalysis
 
         raise RestartAnalysis(restart_reason="a parameter of another block was unsharded")

@@ -125,7 +125,7 @@ def unregister(param: torch.Tensor) -> None:
         unit, index = owner
         training = unit.belongs_to() if unit.belongs_to is not None else None
         if training is not None and unit.trainable:
-            training.let_go(unit, index)
+            training.release_param(unit, index)
         unit.params[index] = None
         for name in (*_ATTRIBUTES, *unit.listener.attributes):
             for shown in with_outer(param):

@@ -51,7 +51,7 @@ class ShardStorage:
         """Store the shard of a new unit, (shard_numel,) on the device; return the tensor that represents it from now on."""
         return shard
 
-    def bringing(self, unit: ShardOwner, own: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
+    def gather_source(self, unit: ShardOwner, own: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
         """Return a context whose value is the tensor that an all-gather sends; collectives issued inside are ordered after the copy.
 
         Args:
@@ -434,7 +434,7 @@ class NotedWrites(Generic[Key]):
         """Return the record of a parameter; None if there is none."""
         return self._sums.get(key)
 
-    def go_back(self, key: Key, record: int | None) -> None:
+    def restore_record(self, key: Key, record: int | None) -> None:
         """Restore an earlier ``record`` of a parameter, because all ranks have made the writes since then."""
         self._sums.pop(key, None)
         if record is not None:

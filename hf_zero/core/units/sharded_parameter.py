@@ -26,7 +26,7 @@ _WITHOUT_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 _VALUES = ("data", "T", "mT", "H", "mH", "real", "imag", "ndim", "__cuda_array_interface__")
 _DIMENSIONS = frozenset((torch.Tensor.dim, torch.Tensor.ndimension, _NDIM.__get__))
 _COUNTS = frozenset((torch.Tensor.numel, torch.Tensor.nelement))
-_counts_whole = False  # see `counting_whole`
+_counts_whole = False  # see `counts_whole_sizes`
 _QUESTIONS = (
     "size", "numel", "nelement", "stride", "storage_offset", "element_size", "dim_order", "get_device",
     "is_complex", "is_conj", "is_contiguous", "is_distributed", "is_floating_point", "is_inference", "is_neg", "is_pinned",
@@ -182,7 +182,7 @@ quiet: list[None] = []  # not empty while code runs that wants gradients as torc
 
 
 @contextmanager
-def as_torch_has_it() -> Iterator[None]:
+def plain_grad_access() -> Iterator[None]:
     """Make ``param.grad`` torch's own inside the ``with``: for code that clears gradients, or only checks whether one exists."""
     quiet.append(None)
     try:
@@ -281,7 +281,7 @@ class _Empty(_Waiting):
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if tracing_now():
-            unshard_in_trace(partial(_brought, next(_empty_ones(args, kwargs))))
+            unshard_in_trace(partial(_unsharded_for_use, next(_empty_ones(args, kwargs))))
         if _counts_whole and func in _COUNTS:
             return _shape(args[0]).numel()
         if func in free_functions():
@@ -295,7 +295,7 @@ class ShardedParameter(_Empty, nn.Parameter):
 
 
 @contextmanager
-def counting_whole() -> Iterator[None]:
+def counts_whole_sizes() -> Iterator[None]:
     """Make ``numel()`` of empty parameters return the whole size inside the ``with``: a library counts a model's parameters."""
     global _counts_whole
     before, _counts_whole = _counts_whole, True
@@ -417,18 +417,18 @@ def _without_values(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if compared or (func in _named(_TO_NODE) and args[0] is args[1]):
         with _WITHOUT_FUNCTION():
             return func(*args, **kwargs)
-    if _brought(param):
+    if _unsharded_for_use(param):
         return func(*args, **kwargs)
     raise _refused(param, _called(func))
 
 
-def _brought(param: Any) -> bool:
+def _unsharded_for_use(param: Any) -> bool:
     """Return whether the engine has unsharded ``param`` for code of its model that computes with it now; collective if it has."""
     owner = vars(param).get(OWNER)
     if owner is None or owner[0].belongs_to is None or owner[0].own.offloaded:
         return False
     training = owner[0].belongs_to()
-    return training is not None and training.bring(param)
+    return training is not None and training.unshard_for_use(param)
 
 
 def _refused(param: Any, called: str) -> StateError:

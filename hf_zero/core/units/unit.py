@@ -122,7 +122,7 @@ class Training(Protocol):
 
     def units(self) -> Sequence[Unit]: ...
 
-    def let_go(self, unit: Unit, index: int) -> None:
+    def release_param(self, unit: Unit, index: int) -> None:
         """Note that the parameter at ``index`` of ``unit`` is about to move to another unit."""
 
 
@@ -151,7 +151,7 @@ class Unit:
         secondary: The copy of the unit that the ranks of a node keep between them.
         derived: Values that are computed from the shards of all ranks and kept between gathers.
         state: Sharded, unsharding or unsharded.
-        lent: Whether it was pinned with gradients on since the last update: functions may have saved its parameters.
+        pinned_in_graph: Whether it was pinned with gradients on since the last update: functions may have saved its parameters.
         quantized: Whether the schedule's all-gathers carry codes.
         codes: The codes.
         exact: Whether the whole buffer holds, or is about to hold, the values of the shards; otherwise the values of their codes.
@@ -177,7 +177,7 @@ class Unit:
         self.unsaved, self.written = set[int](), NotedWrites[int]()
         self.state = UnitState.UNSHARDED
         self.pins = Pins()
-        self.lent = False
+        self.pinned_in_graph = False
         self.belongs_to: ref[Training] | None = None
         self.alone = AloneParams(self)
         self.listener = spec.listener
@@ -257,7 +257,7 @@ class Unit:
         self.exact = exact or not self.quantized
         gather = self.derived.gather(self.collectives, self.exact)
         own = self.whole.flat[self.owned.start : self.owned.stop]
-        with self.shard_storage.bringing(self, own) as source:
+        with self.shard_storage.gather_source(self, own) as source:
             pending = gather(self.whole.flat, source, self.name)
         pending.before_finish = partial(self.shard_storage.arrive, self)
         return pending
@@ -315,9 +315,9 @@ class Unit:
             self.whole.show_placeholders()
             self.alone.show()
 
-    def let_go_of_left(self) -> None:
+    def free_kept(self) -> None:
         """Free the values that ``reshard`` has kept for autograd; local."""
-        self.whole.forget_left()
+        self.whole.free_kept_memory()
         if self.state is not UnitState.UNSHARDED:
             self.whole.hide()
             self.alone.show()
@@ -327,7 +327,7 @@ class Unit:
 
         Args:
             leave: Tensors that a script took from the buffer keep their values, see [Note: tensors taken out of a gather].
-            for_autograd: Keep the present values for ``show_placeholders``, until ``whole.forget_left``.
+            for_autograd: Keep the present values for ``show_placeholders``, until ``whole.free_kept_memory``.
             adopt: Keep values that were written to the parameters.
         """
         if self.state is not UnitState.UNSHARDED:
@@ -437,7 +437,7 @@ class Unit:
         was_whole = self.state is not UnitState.SHARDED
         self.unshard(exact=True)
         self.pins.add(modifier_rank)
-        self.lent |= torch.is_grad_enabled()
+        self.pinned_in_graph |= torch.is_grad_enabled()
         _pinned.add(self)
         return was_whole
 

@@ -52,7 +52,7 @@ def all_gather_updated(unit: Unit) -> Pending | None:
 
 def _fill_copy(unit: Unit) -> Pending:
     own = torch.empty(unit.layout.shard_numel, dtype=unit.layout.dtype, device=unit.collectives.topology.device)
-    with unit.shard_storage.bringing(unit, own) as source:
+    with unit.shard_storage.gather_source(unit, own) as source:
         pending = unit.secondary.fill(unit.collectives, source, unit.quantized, unit.name)
     pending.before_finish = partial(unit.shard_storage.arrive, unit)
     return pending

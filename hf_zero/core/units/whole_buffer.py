@@ -50,7 +50,7 @@ class HeldMemory:
 
 def other_uses(tensor: torch.Tensor) -> int:
     """Return how many other tensors share the memory of ``tensor``; its base and tensors saved by autograd count."""
-    return _uses(tensor) - _uses_of_one()
+    return _uses(tensor) - _count_of_sole_use()
 
 
 def is_only_view(tensor: torch.Tensor) -> bool:
@@ -63,7 +63,7 @@ def _uses(tensor: torch.Tensor) -> int:
 
 
 @functools.cache
-def _uses_of_one() -> int:
+def _count_of_sole_use() -> int:
     """Return the use count of a tensor that shares its memory with no other tensor; in newer versions of torch (2.13, not 2.8) the query
     itself counts as one more use.
     """
@@ -285,7 +285,7 @@ class WholeBuffer:
 
         Args:
             leave: Tensors that a script took from the buffer keep their values, see [Note: tensors taken out of a gather].
-            for_autograd: Keep all values, for ``show_placeholders``, until ``forget_left``.
+            for_autograd: Keep all values, for ``show_placeholders``, until ``free_kept_memory``.
             awaited: Returns whether a later backward may read the present values.
         """
         self.hide()
@@ -320,7 +320,7 @@ class WholeBuffer:
                 else:
                     view_of(values, self._layout.slots[index]).copy_(value.view(self._layout.slots[index].shape))
 
-    def forget_left(self) -> None:
+    def free_kept_memory(self) -> None:
         """Free the values that ``free`` has kept for autograd, and forget earlier buffers: an update is about to run."""
         self._left = []
         self._older = []
