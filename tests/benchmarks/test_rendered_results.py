@@ -1,8 +1,10 @@
-"""docs/benchmarks.md as ``python -m tools.render`` writes it: what sections share stands once."""
+"""docs/benchmarks.md as ``python -m tools.render`` writes it: contents by topic, and each shared sentence once."""
 
 from __future__ import annotations
 
 from typing import Any
+
+import pytest
 
 from benchmarks.common.tables import described, markdown
 from tools import render
@@ -29,3 +31,18 @@ def test_the_usual_machine_is_not_named_again() -> None:
     usual = described(result("A", "")["machine"])
     assert "\ntoday.\n" in markdown(result("A", "Text."), usual)
     assert "\nH100, torch 2, Python 3, today.\n" in markdown(result("A", "Text.", device="H100"), usual)
+
+
+def test_contents_link_to_all_sections_by_topic() -> None:
+    results = {"stores": result("Stores", ""), "offload": result("Offload", ""), "lora_gpu": result("LoRA on 1 x H100", "")}
+    found = render.page(results)
+    assert [line for line in found.splitlines() if line.startswith(("- **", "## "))] == [
+        "- **Step time on one GPU**: [LoRA](#lora-on-1-x-h100)",
+        "- **Offload**: [Offload](#offload)",
+        "- **Checkpoints**: [Stores](#stores)",
+        "## LoRA on 1 x H100",
+        "## Offload",
+        "## Stores",
+    ]
+    with pytest.raises(ValueError, match=r"\['new'\]: no topic of tools.render.TOPICS"):
+        render.page({**results, "new": result("New", "")})
