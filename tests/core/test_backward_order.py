@@ -26,7 +26,7 @@ class _Unit:
     log: list[str]
     state: UnitState = UnitState.SHARDED
     pinned: bool = False
-    lent: bool = False
+    pinned_in_graph: bool = False
     reshards: bool = True
     rests: bool = False
     exact: bool = False

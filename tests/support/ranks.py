@@ -381,9 +381,10 @@ def _share_gloo_thread() -> None:
     for thread in set(threads.glob("*")) - others:
         os.setpriority(os.PRIO_PROCESS, int(thread.name), GLOO_NICENESS)
 
-    def construct_shared(group: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        if os.environ.get("TORCH_GLOO_LAZY_INIT"):  # connects on use, which needs another kind of gloo device
-            return construct(group, store, rank, size, timeout)
+    def construct_shared(group: Any, store: Any, rank: int, size: int, timeout: timedelta, **others: Any) -> None:
+        # TORCH_GLOO_LAZY_INIT connects on use, which needs another kind of gloo device. `others` are options of newer versions of torch.
+        if os.environ.get("TORCH_GLOO_LAZY_INIT") or any(others.values()):
+            return construct(group, store, rank, size, timeout, **others)
         options = ProcessGroupGloo._Options()
         options._devices, options._threads, options._timeout = [device], 2, timeout
         return construct(group, store, rank, size, options)
