@@ -48,7 +48,7 @@ def _votes() -> list[list[float]]:
         own = [float(rank() == voter), -1.0]
         vote = net.begin_vote(own, "vote")
         net.all_reduce(torch.ones(3), "other messages meanwhile").wait()
-        votes.append(net.told(vote, own))
+        votes.append(net.wait_for_vote(vote, own))
     return votes
 
 
