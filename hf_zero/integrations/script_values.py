@@ -23,18 +23,31 @@ from hf_zero.deepspeed.requests import set_train_micro_batch_size
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.integrations import callers, methods
 from hf_zero.integrations.early_checks import OPEN_CLIPPING, check_plugin
-from hf_zero.integrations.typed_values import put, same
+from hf_zero.integrations.typed_values import get, put, same
 from hf_zero.observe import warn_once
 
 CLIPPING = "gradient_clipping"
 _OPTIMIZER, _SCHEDULER = "optimizer.params.", "scheduler.params."
-# Arguments of DeepSpeedPlugin and their keys. Not listed: an argument whose key has no effect (gathering), and folders.
+# Arguments of DeepSpeedPlugin and their keys. Not listed: an argument whose key has no effect (gathering).
 _PLUGIN = {
     "gradient_accumulation_steps": ACCUMULATION,
     "gradient_clipping": CLIPPING,
     "zero_stage": "zero_optimization.stage",
     "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
     "offload_param_device": "zero_optimization.offload_param.device",
+}
+_FOLDERS = {
+    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
+}
+# Variables by which `accelerate launch` passes its flags to the ranks, and the types of their values.
+_FLAGS: dict[str, tuple[str, type]] = {
+    "gradient_clipping": ("ACCELERATE_GRADIENT_CLIPPING", float),
+    "zero_stage": ("ACCELERATE_DEEPSPEED_ZERO_STAGE", int),
+    "offload_optimizer_device": ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", str),
+    "offload_param_device": ("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", str),
+    "offload_optimizer_nvme_path": ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH", str),
+    "offload_param_nvme_path": ("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH", str),
 }
 # Keys that accelerate fills from values of a script: the place in the script, and the values that mean "not given".
 _GIVEN: dict[str, tuple[str, tuple[Any, ...]]] = {
@@ -65,16 +78,17 @@ _REMEDY = (
 
 
 def make_plugin(method: Callable[..., None], plugin: Any, *args: Any, **kwargs: Any) -> None:
-    """Replace ``DeepSpeedPlugin.__post_init__``: check the configuration, and note that it has no ``gradient_accumulation_steps``.
+    """Replace ``DeepSpeedPlugin.__post_init__``: check the configuration, and let arguments count for keys that it lacks.
 
-    accelerate writes 1 for the missing number, and scripts read it from the plugin; the Accelerator's number replaces it in ``fill_match``.
+    accelerate writes 1 for a missing ``gradient_accumulation_steps``, and scripts read it from the plugin; the Accelerator's number
+    replaces it in ``fill_match``.
 
     Raises:
         ConfigError: The configuration has mistakes, or an argument contradicts it.
     """
     from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
-    absent = False
+    absent, launched = False, plugin.hf_ds_config is None or not getattr(plugin, "_config_in_code", True)
     source = plugin.hf_ds_config if plugin.hf_ds_config is not None else os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     if isinstance(source, (dict, HfDeepSpeedConfig)) or (isinstance(source, str) and source != "none"):
         plugin.hf_ds_config = source if isinstance(source, HfDeepSpeedConfig) else HfDeepSpeedConfig(source)
@@ -83,6 +97,7 @@ def make_plugin(method: Callable[..., None], plugin: Any, *args: Any, **kwargs: 
         config = plugin.hf_ds_config.config
         if absent := ACCUMULATION not in config:
             config[ACCUMULATION] = "auto"  # a number of the plugin's own argument fills it
+        _open_keys(plugin, config, launched)
     setattr(plugin, _IN_CODE, frozenset(key for name, key in _PLUGIN.items() if getattr(plugin, name) not in (None, "auto")))
     try:
         with _all_contradictions(plugin):
@@ -94,6 +109,34 @@ def make_plugin(method: Callable[..., None], plugin: Any, *args: Any, **kwargs: 
     if absent and plugin.get_value(ACCUMULATION) == "auto":
         put(plugin.deepspeed_config, ACCUMULATION, 1)
         setattr(plugin, _ABSENT, True)
+
+
+def _open_keys(plugin: Any, config: dict[str, Any], launched: bool) -> None:
+    """Write "auto" for keys that the configuration lacks and an argument gives: accelerate fills "auto" alone, and drops other arguments.
+
+    Args:
+        plugin: The plugin under construction.
+        config: Its configuration, which is changed.
+        launched: Whether `accelerate launch` gave the configuration file. Its flags then count as arguments. The file's value is used if a
+            flag contradicts it, as in accelerate; a warning names both.
+    """
+    if not isinstance(config.get("zero_optimization"), dict):
+        return  # accelerate reports that the section is missing
+    for name, key in (_PLUGIN | _FOLDERS).items():
+        variable, kind = _FLAGS.get(name, ("", str))
+        value, flag = getattr(plugin, name), os.environ.get(variable, "none") if launched else "none"
+        value = value if value is not None or flag in ("none", "auto") else kind(flag)
+        found = get(config, key)
+        on_disk = name not in _FOLDERS or get(config, key.replace("nvme_path", "device")) in ("nvme", "auto")
+        if value in (None, "auto", "none") or not on_disk:
+            continue
+        if found is None:
+            put(config, key, "auto")
+        elif getattr(plugin, name) is None and found != "auto" and not same(found, value):
+            warn_once(
+                f"{key} is {found!r} in the configuration file, but --{name} of `accelerate launch` is {value!r}: the file's value is "
+                'used, as in accelerate. Remove the flag, or write "auto" for the key in the file'
+            )
 
 
 def start_accelerator(method: Callable[..., None], accelerator: Any, *args: Any, **kwargs: Any) -> None:

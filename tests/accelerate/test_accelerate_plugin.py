@@ -17,6 +17,7 @@ import torch
 
 from hf_zero import DummyOptim, DummyScheduler, ZeroPlugin
 from hf_zero.errors import ConfigError
+from hf_zero.integrations import script_values
 from tests.support import ranks, trainers
 
 JSON: dict[str, Any] = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 3, "steps_per_print": 5}
@@ -181,6 +182,54 @@ def test_answers_of_the_launcher_fill_what_code_leaves_out(monkeypatch: pytest.M
     assert ZeroPlugin(stage=1).zero_stage == 1
     plugin = ZeroPlugin(JSON | {"gradient_clipping": "auto"})
     assert plugin.zero_stage == 2 and plugin.deepspeed_config["gradient_clipping"] == 0.7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"offload_optimizer_device": "cpu"}, {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}),
+        ({"offload_param_device": "cpu"}, {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}),
+        ({"gradient_clipping": 0.5}, {"gradient_clipping": 0.5}),
+        ({"gradient_clipping": 0.0}, {"gradient_clipping": 0.0}),
+        (
+            {"offload_param_device": "nvme", "offload_param_nvme_path": "/scratch"},
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/scratch"}}},
+        ),
+    ],
+)
+@pytest.mark.parametrize("launched", [False, True])
+def test_arguments_of_the_stock_plugin_fill_keys_that_the_json_lacks(
+    arguments: dict[str, Any], expected: dict[str, Any], launched: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Accelerate drops them without a word: nothing was offloaded, and gradients were clipped at the default of 1."""
+    given = {"zero_optimization": {"stage": 3}}
+    if launched:
+        (tmp_path / "ds.json").write_text(json.dumps(given))
+        monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(tmp_path / "ds.json"))
+        for name, value in arguments.items():
+            monkeypatch.setenv(f"ACCELERATE_{'' if name == 'gradient_clipping' else 'DEEPSPEED_'}{name.upper()}", str(value))
+    for kind in (accelerate.utils.DeepSpeedPlugin, ZeroPlugin) if launched else (accelerate.utils.DeepSpeedPlugin,):
+        plugin = kind() if launched else kind(hf_ds_config=given, **arguments)
+        assert {key: plugin.deepspeed_config[key] for key in expected} == expected
+        assert plugin.hf_ds_config.is_offload() == ("offload" in str(expected))
+    assert given == {"zero_optimization": {"stage": 3}}
+
+
+def test_flags_of_the_launcher_do_not_fill_the_scripts_own_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "cpu")
+    for plugin in (accelerate.utils.DeepSpeedPlugin(hf_ds_config=dict(JSON)), ZeroPlugin(JSON)):
+        assert "offload_optimizer" not in plugin.deepspeed_config["zero_optimization"]
+
+
+def test_a_flag_that_contradicts_the_launchers_json_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    heard: list[str] = []
+    monkeypatch.setattr(script_values, "warn_once", heard.append)
+    (tmp_path / "ds.json").write_text(json.dumps(JSON | {"gradient_clipping": 0.5}))
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(tmp_path / "ds.json"))
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", "0.50")
+    assert accelerate.utils.DeepSpeedPlugin().zero_stage == 2
+    assert len(heard) == 1 and "zero_optimization.stage is 2" in heard[0] and "--zero_stage of `accelerate launch` is 3" in heard[0]
 
 
 def test_config_file_of_the_launcher_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
