@@ -24,9 +24,12 @@ from hf_zero.integrations.parallelism import claims_of_accelerate, require_divid
 from hf_zero.integrations.preemption import listen_where_wanted, save_by_itself
 from hf_zero.integrations.saves import keeps_too_few, wrap_saves, writes_on_its_node
 from hf_zero.integrations.trainer_snapshots import note_accelerator, schedulers_of
+from hf_zero.integrations.typed_values import config_of_launcher
 
 _CHECKPOINTS_WITH = "_gradient_checkpointing_func"  # attribute of a layer: the function that checkpoints its forward
 _OFFLOADING = "_activation_checkpointing_enable.<locals>.checkpoint_func"
+# Keys of `zero_optimization` that accelerate's plugin fills when it is made, and no later call.
+_FILLED_ONCE = ("stage", "device", "nvme_path", "stage3_gather_16bit_weights_on_model_save")
 
 
 def serve_offload(built: Engine) -> None:
@@ -79,7 +82,7 @@ def restore_plain_model(destroyed: Engine) -> None:
 
 
 def _fill_again(trainer: Any) -> None:
-    source = getattr(trainer.args, "deepspeed", None)
+    source = getattr(trainer.args, "deepspeed", None) or config_of_launcher()
     if not source:
         return
     written = read_config(source)
@@ -88,6 +91,8 @@ def _fill_again(trainer: Any) -> None:
         if section in written:
             holder.config[section] = written[section]
     for path in _autos(written):
+        if path[0] == "zero_optimization" and path[-1] in _FILLED_ONCE:
+            continue
         node = holder.config
         for name in path[:-1]:
             node = node.setdefault(name, {})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,11 +22,17 @@ SCHEDULER = {
 IN_JSON = {"optimizer": OPTIMIZER, "scheduler": SCHEDULER}
 
 
-def _trainer(models: Path, folder: Path, stage: int | None, in_json: tuple[str, ...] = (), **options: Any) -> Any:
+def _trainer(models: Path, folder: Path, stage: int | None, in_json: tuple[str, ...] = (), launched: bool = False, **options: Any) -> Any:
+    """Return a Trainer; ``launched``: the configuration is a file that `accelerate launch` names, not an argument."""
     from transformers import Trainer
 
     trainers.forget()
     config = None if stage is None else trainers.zero_config(stage, **{name: IN_JSON[name] for name in in_json})
+    if launched:
+        path = folder / f"ds-{ranks.rank()}.json"
+        path.write_text(json.dumps(config))
+        os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path)}
+        config, options = None, {"use_cpu": False, **options}
     args = trainers.arguments(folder, config, **options)
     return Trainer(model=trainers.load(models), args=args, train_dataset=trainers.rows(32, 1), eval_dataset=trainers.rows(7, 2))
 
@@ -54,13 +62,13 @@ def test_train_twice(trainer_models: Path, tmp_path: Path) -> None:
     ranks.run_ranks(_train_twice, 2, trainer_models, tmp_path, (0, 3))
 
 
-def _evaluate_first(models: Path, folder: Path, in_json: tuple[str, ...]) -> None:
+def _evaluate_first(models: Path, folder: Path, in_json: tuple[str, ...], launched: bool = False) -> None:
     """Evaluation before training, at stage 3, changes nothing in the training that follows, nor in its resumption."""
     with trainers.clean_state():
-        plain = _trainer(models, folder, 3, in_json)
+        plain = _trainer(models, folder, 3, in_json, launched)
         with mock.patch.object(read_gradients, "_unserved", side_effect=AssertionError("a warning about gradients that no script reads")):
             plain.train()
-        trainer = _trainer(models, folder, 3, in_json, save_strategy="steps", save_steps=2)
+        trainer = _trainer(models, folder, 3, in_json, launched, save_strategy="steps", save_steps=2)
         before, again = trainer.evaluate(), trainer.predict(trainers.rows(7, 2))
         assert abs(before["eval_loss"] - again.metrics["test_loss"]) < 1e-6
         trainer.train()
@@ -73,6 +81,11 @@ def _evaluate_first(models: Path, folder: Path, in_json: tuple[str, ...]) -> Non
 @pytest.mark.parametrize("in_json", slow_but([("optimizer",), (), ("optimizer", "scheduler")], ("optimizer", "scheduler")), ids="+".join)
 def test_evaluate_before_train(in_json: tuple[str, ...], trainer_models: Path, tmp_path: Path) -> None:
     ranks.run_ranks(_evaluate_first, 2, trainer_models, tmp_path, in_json)
+
+
+def test_evaluate_before_train_with_the_launchers_file(trainer_models: Path, tmp_path: Path) -> None:
+    """The evaluation's 0 steps stayed in the configuration: transformers refused the training because of `total_num_steps`."""
+    ranks.run_ranks(_evaluate_first, 2, trainer_models, tmp_path, ("optimizer", "scheduler"), True)
 
 
 class Trial(dict[str, Any]):
