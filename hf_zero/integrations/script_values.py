@@ -61,9 +61,19 @@ _GIVEN: dict[str, tuple[str, tuple[Any, ...]]] = {
     f"{_SCHEDULER}total_num_steps": ("DummyScheduler(total_num_steps), for one process", ()),
 }
 _TYPES_OF = {  # key -> scheduler types that have it
+    f"{_OPTIMIZER}betas": ("Adam", "AdamW"),
+    f"{_OPTIMIZER}eps": ("Adam", "AdamW"),
     f"{_SCHEDULER}warmup_max_lr": ("WarmupLR", "WarmupDecayLR"),
     f"{_SCHEDULER}warmup_num_steps": ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"),
     f"{_SCHEDULER}total_num_steps": ("WarmupDecayLR", "WarmupCosineLR"),
+}
+# Keys that a section may lack, and the training arguments that Trainer's own optimizer and schedule have in their place.
+_ARGUMENTS = {
+    f"{_OPTIMIZER}lr": ("learning_rate",),
+    f"{_OPTIMIZER}weight_decay": ("weight_decay",),
+    f"{_OPTIMIZER}betas": ("adam_beta1", "adam_beta2"),
+    f"{_OPTIMIZER}eps": ("adam_epsilon",),
+    f"{_SCHEDULER}warmup_max_lr": ("learning_rate",),
 }
 _IN_CODE = "_hf_zero_in_code"  # attribute of a plugin under construction: keys of its arguments
 _FILLED = "_hf_zero_filled"  # attribute of a plugin: keys that were "auto" until accelerate filled them
@@ -250,16 +260,32 @@ def _accumulate_as_configured(steps: Any) -> None:
 
 def process_config(method: Callable[..., None], plugin: Any, prefix: str = "", *args: Any, **kwargs: Any) -> None:
     """Replace ``DeepSpeedPlugin.deepspeed_config_process``: values of the script also fill keys that a section lacks, not only "auto"."""
-    for key, (_, absent) in _GIVEN.items() if not prefix else ():
-        section, _, name = key.partition(".params.")
-        value = kwargs.get(key)
-        if not name or value is None or value in absent or section not in plugin.deepspeed_config:
-            continue
+    for key, value in _values_of_script(kwargs).items() if not prefix else ():
+        section = key.partition(".params.")[0]
         kind = plugin.get_value(f"{section}.type")
-        if plugin.get_value(key) is None and kind in _TYPES_OF.get(key, (kind,)):
+        if section in plugin.deepspeed_config and plugin.get_value(key) is None and kind in _TYPES_OF.get(key, (kind,)):
             put(plugin.deepspeed_config, key, value)
     with nullcontext() if prefix else _all_contradictions(plugin):
         method(plugin, prefix, *args, **kwargs)
+
+
+def _values_of_script(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the script's values for optimizer and schedule, by keys of the configuration.
+
+    Args:
+        given: Values that accelerate reads from ``DummyOptim`` and ``DummyScheduler``. Trainer makes both without values, so that its
+            training arguments count instead.
+    """
+    values = {
+        key: given[key]
+        for key, (_, absent) in _GIVEN.items()
+        if key.startswith((_OPTIMIZER, _SCHEDULER)) and given.get(key) is not None and given[key] not in absent
+    }
+    for call in callers.running(methods.TRAIN):
+        for key, names in _ARGUMENTS.items():
+            found = [getattr(call.caller.args, name) for name in names]
+            values[key] = found if len(found) > 1 else found[0]
+    return values
 
 
 def use_scaler(accelerator: Any) -> None:

@@ -262,6 +262,7 @@ def _with_schedule(model: torch.nn.Module, args: Any) -> tuple[torch.optim.Optim
     """Return plain AdamW with the schedule of the JSON."""
     from hf_zero.optim.factory import build_scheduler
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)
+    betas = (args.adam_beta1, args.adam_beta2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, betas=betas, eps=args.adam_epsilon, weight_decay=0.0)
     values = {"warmup_min_lr": 0.0, "warmup_max_lr": args.learning_rate, "warmup_num_steps": 2, "total_num_steps": args.max_steps}
     return optimizer, build_scheduler("WarmupDecayLR", values | {"warmup_type": "linear"}, optimizer)

@@ -94,7 +94,7 @@ def test_every_option(name: str, trainer_models: Path, tmp_path: Path) -> None:
 # -- optimizer and scheduler from the JSON or from Trainer ----------------------------------------------------------------------
 
 OPTIMIZER = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": 0.0}}
-SCHEDULER = {
+SCHEDULER: dict[str, Any] = {
     "type": "WarmupDecayLR",
     "params": {
         "warmup_min_lr": "auto",
@@ -106,13 +106,17 @@ SCHEDULER = {
 }
 
 
-def _sources(models: Path, folder: Path, in_json: tuple[str, ...], stages: tuple[int, ...]) -> None:
-    """No decay, as the JSON has one group for all parameters.
+def _sources(models: Path, folder: Path, in_json: tuple[str, ...], stages: tuple[int, ...], sparse: bool = False) -> None:
+    """No decay, as the JSON has one group for all parameters; ``sparse``: sections of the JSON lack values that the arguments have.
 
     A schedule that the engine steps has moved on when Trainer logs it, as with DeepSpeed: it shows the rate of the next step.
     """
-    sections = {"optimizer": OPTIMIZER, "scheduler": SCHEDULER}
-    options = {"weight_decay": 0.0, "warmup_steps": 2, "max_steps": 6}
+    sections: dict[str, Any] = {"optimizer": OPTIMIZER, "scheduler": SCHEDULER}
+    options: dict[str, Any] = {"weight_decay": 0.0, "warmup_steps": 2, "max_steps": 6}
+    if sparse:
+        kept = {name: value for name, value in SCHEDULER["params"].items() if name != "warmup_max_lr"}
+        sections = {"optimizer": {"type": "AdamW"}, "scheduler": SCHEDULER | {"params": kept}}
+        options |= {"learning_rate": 3e-3, "adam_beta1": 0.7, "adam_epsilon": 1e-5}
     with trainers.clean_state():
         expected = trainers.logs_of(trainers.train_with(models, folder, None, schedule="scheduler" in in_json, **options))
         if in_json:
@@ -136,6 +140,11 @@ SOURCES = [((), 3), (("optimizer",), 3), (("scheduler",), 3), (("optimizer", "sc
 )
 def test_optimizer_and_scheduler_sources(in_json: tuple[str, ...], stage: int, trainer_models: Path, tmp_path: Path) -> None:
     ranks.run_ranks(_sources, 2, trainer_models, tmp_path, in_json, (stage,))
+
+
+def test_arguments_fill_sections_that_lack_values(trainer_models: Path, tmp_path: Path) -> None:
+    """The optimizer's default rate of 0.001 took the place of `learning_rate`, without a word."""
+    ranks.run_ranks(_sources, 2, trainer_models, tmp_path, ("optimizer", "scheduler"), (3,), True)
 
 
 # -- mixed precision -------------------------------------------------------------------------------------------------------------
