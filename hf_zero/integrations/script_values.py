@@ -9,6 +9,7 @@ precede the update, because `integrations/accumulate.py` lets updates wait for `
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 import os
@@ -67,7 +68,7 @@ _TYPES_OF = {  # key -> scheduler types that have it
     f"{_SCHEDULER}warmup_num_steps": ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"),
     f"{_SCHEDULER}total_num_steps": ("WarmupDecayLR", "WarmupCosineLR"),
 }
-# Keys that a section may lack, and the training arguments that Trainer's own optimizer and schedule have in their place.
+# Keys that a section may lack, and the training arguments that give their values.
 _ARGUMENTS = {
     f"{_OPTIMIZER}lr": ("learning_rate",),
     f"{_OPTIMIZER}weight_decay": ("weight_decay",),
@@ -265,6 +266,11 @@ def process_config(method: Callable[..., None], plugin: Any, prefix: str = "", *
         kind = plugin.get_value(f"{section}.type")
         if section in plugin.deepspeed_config and plugin.get_value(key) is None and kind in _TYPES_OF.get(key, (kind,)):
             put(plugin.deepspeed_config, key, value)
+            if callers.running(methods.TRAIN):
+                warn_once(
+                    f"the configuration has the section {section!r} without {key}: Trainer's {' and '.join(_ARGUMENTS[key])} "
+                    f"({value}) is used. DeepSpeed would use its own default; to do so here, write it into the configuration"
+                )
     with nullcontext() if prefix else _all_contradictions(plugin):
         method(plugin, prefix, *args, **kwargs)
 
@@ -274,7 +280,8 @@ def _values_of_script(given: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         given: Values that accelerate reads from ``DummyOptim`` and ``DummyScheduler``. Trainer makes both without values, so that its
-            training arguments count instead.
+            training arguments count instead, unless they are at their defaults: a configuration that says nothing, with arguments that say
+            nothing, trains as in DeepSpeed.
     """
     values = {
         key: given[key]
@@ -282,9 +289,11 @@ def _values_of_script(given: dict[str, Any]) -> dict[str, Any]:
         if key.startswith((_OPTIMIZER, _SCHEDULER)) and given.get(key) is not None and given[key] not in absent
     }
     for call in callers.running(methods.TRAIN):
+        defaults = {field.name: field.default for field in dataclasses.fields(call.caller.args)}
         for key, names in _ARGUMENTS.items():
             found = [getattr(call.caller.args, name) for name in names]
-            values[key] = found if len(found) > 1 else found[0]
+            if found != [defaults[name] for name in names]:
+                values[key] = found if len(found) > 1 else found[0]
     return values
 
 
