@@ -4,6 +4,9 @@
 
 Trains three steps, saves, writes the whole fp32 weights that DeepSpeed's own script makes of it to ``expected.safetensors``, trains two
 more steps and writes their losses, and the loss scales before and after them, to ``expected.json``. JSON is laid over the configuration.
+
+Folders that end in ``_universal`` have, in place of ``global_step3`` and ``latest``, what DeepSpeed 0.19.8 makes of the folder without this
+ending: ``python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder ... --output_folder ...``.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def _resume(folder: str, stage: int, dtype: str) -> tuple[list[float], Any, dict
 
 
 def _folders() -> list[Any]:
-    fast = ("stage1_fp16_2", "stage2_fp32_2", "stage3_bf16_2", "_round", "_sub")
+    fast = ("stage1_fp16_2", "stage2_fp32_2", "stage3_bf16_2", "_round", "_sub", "_universal")
     return [pytest.param(path, id=path.name, marks=() if path.name.endswith(fast) else pytest.mark.slow) for path in DEEPSPEED]
 
 
@@ -186,6 +186,26 @@ def test_missing_files_of_deepspeed_are_named(tmp_path: Path, lost: str, message
     shutil.copytree(GOLDEN / "deepspeed_stage3_bf16_2", folder)
     for path in (folder / f"global_step{SAVED_STEPS}").glob(lost):
         path.unlink()
+    with pytest.raises(CheckpointError, match=message):
+        convert(Conversion(folder, tmp_path / "out", trust_pickle=True, quiet=True))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("ending", "lost", "message"),
+    [
+        ("stage1_fp16_2", "zero/optimizer_state.pt", "zero/optimizer_state.pt"),
+        ("stage1_fp16_2", "zero/entry.weight/fp32.pt", "zero/entry.weight/fp32.pt"),
+        ("stage1_fp16_2", "zero/entry.weight/exp_avg.pt", "entry.weight of the same group .*; some are missing"),
+        ("stage1_fp16_2", "zero/entry.weight/step.pt", "entry.weight has optimizer states, but their step is neither in step.pt nor in"),
+        ("stage3_fp32_2_sub", "zero_pp_rank_1_mp_rank_00_model_states.pt", "2 ranks, but has 1 files"),
+    ],
+)
+def test_missing_files_of_a_universal_checkpoint_are_named(tmp_path: Path, ending: str, lost: str, message: str) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(GOLDEN / f"deepspeed_{ending}_universal", folder)
+    convert(Conversion(folder, tmp_path / "whole", trust_pickle=True, quiet=True))
+    (folder / f"global_step{SAVED_STEPS}_universal" / lost).unlink()
     with pytest.raises(CheckpointError, match=message):
         convert(Conversion(folder, tmp_path / "out", trust_pickle=True, quiet=True))
     assert not (tmp_path / "out").exists()

@@ -61,13 +61,13 @@ def previous_folder(save_dir: Path, tag: str) -> Path:
     return save_dir / f".{tag}.former"
 
 
-def read_latest(load_dir: Place) -> str | None:
-    """Return the tag that ``latest`` names, or None when there is no such file.
+def read_latest(load_dir: Place, name: str = LATEST_FILE) -> str | None:
+    """Return the tag that the file ``name`` names, or None when there is no such file.
 
     Raises:
         CheckpointError: It cannot be read, or names no folder name.
     """
-    path = load_dir / LATEST_FILE
+    path = load_dir / name
     if not path.exists():
         return None
     try:

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from hf_zero.checkpoint.commit import folders
 from hf_zero.checkpoint.convert import dcp_files, deepspeed, hugging_face, native, torch_dcp
 from hf_zero.checkpoint.convert.source import Progress, Source
+from hf_zero.checkpoint.format.names import LATEST_UNIVERSAL_FILE
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import warn_once
 from hf_zero.system.object_store import ObjectPath, Place
@@ -108,10 +109,10 @@ def _open(wanted: Conversion) -> tuple[bool, Source]:
     if dcp_files.is_dcp(folder):
         return False, torch_dcp.read_dcp(folder)
     latest = folders.read_latest(folder)
-    if latest is not None or folders.newest_complete(folder) is not None:  # a Trainer's folder has a model's files beside them
-        tag = wanted.tag or latest
+    for tag in [wanted.tag] if wanted.tag else [latest, folders.read_latest(folder, LATEST_UNIVERSAL_FILE)]:
         if tag is not None and (folder / tag).is_dir() and folders.is_deepspeed(folder / tag):
             return False, deepspeed.read_deepspeed(folder / tag, trust)
+    if latest is not None or folders.newest_complete(folder) is not None:  # a Trainer's folder has a model's files beside them
         found = folders.find(folder, wanted.tag) if wanted.tag is not None else folders.find_latest(folder)
         if found is not None:
             return True, native.read_checkpoint(found)

@@ -18,6 +18,7 @@ VERSION = 1
 INDEX_FILE = "index.json"
 MARKER_FILE = "complete"  # sha256 of the index in hex; written last inside the folder
 LATEST_FILE = "latest"
+LATEST_UNIVERSAL_FILE = "latest_universal"  # beside what `ds_to_universal` wrote
 VALUES_FILE = "values.safetensors"  # tensors of rank 0's client state, of the scheduler and of the param groups
 CONVERTED = "convert"  # stands in the index instead of a version of hf_zero if `hf-zero convert` wrote the checkpoint
 MODULE = "module"  # kind of the files with parameters and buffers outside of units

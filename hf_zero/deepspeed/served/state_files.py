@@ -20,7 +20,7 @@ import torch
 from hf_zero.checkpoint.commit import folders, staging
 from hf_zero.checkpoint.files.tensor_reader import RangeReader
 from hf_zero.checkpoint.format.index import Index
-from hf_zero.checkpoint.format.names import INDEX_FILE, VALUES_FILE
+from hf_zero.checkpoint.format.names import INDEX_FILE, LATEST_UNIVERSAL_FILE, VALUES_FILE
 from hf_zero.checkpoint.format.values import Decoder
 from hf_zero.checkpoint.state.beside import divided
 from hf_zero.checkpoint.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as convert
@@ -31,7 +31,6 @@ from hf_zero.system.object_store import Place, place_of
 _ENDING = ".pt"
 _OURS = re.compile(r"mp_rank_00_[0-9a-f]{12}_(optim|model)_states\.pt")
 _scratch: Path | None = None
-LATEST_UNIVERSAL = "latest_universal"
 BASE_OPTIMIZER_STATE: Final = "base_optimizer_state"
 BASE_OPTIMIZER_STATE_STEP: Final = "base_optimizer_state_step"
 BUFFER_NAMES: Final = "buffer_names"
@@ -170,7 +169,7 @@ def main(args: Any = None) -> None:
     except BaseException:
         staging.abandon(folder)
         raise
-    own_files.write_text(target.parent / LATEST_UNIVERSAL, target.name)
+    own_files.write_text(target.parent / LATEST_UNIVERSAL_FILE, target.name)
 
 
 def get_model_ckpt_name_for_rank(base_folder: str | os.PathLike[str], mp_rank_str: str) -> str:
