@@ -298,7 +298,7 @@ def _check_type(section: str, name: str | None, known: tuple[str, ...], problems
     if own or torch_class(section, name) is not None:
         return
     guess = nearest(name, known)
-    hint = f"did you mean {guess}?" if guess else f"allowed: {', '.join(known[:5])} or a class of torch.{_module(section)}"
+    hint = f"did you mean {guess}?" if guess else f"allowed: {', '.join(known)} or a class of torch.{_module(section)}"
     problems.error(f"{section}.type", f"is {show(name)}, which is unknown; {hint}")
 
 

@@ -377,6 +377,7 @@ def test_both_16bit_formats() -> None:
         ({"fp16": {"enabled": True, "min_loss_scale": 0}}, ["fp16.min_loss_scale", "fp16.loss_scale"]),
         ({"optimizer": {"params": {"lr": 1}}}, ["optimizer.type", "missing"]),
         ({"optimizer": {"type": "AdamX"}}, ["optimizer.type", "did you mean Adam?"]),
+        ({"optimizer": {"type": "Novelty"}}, ["optimizer.type", "Lamb, Muon, OneBitAdam or a class of torch.optim"]),
         ({"optimizer": {"type": "Adam", "params": {"lr": "-1e-3"}}}, ["optimizer.params.lr", "-1e-3", "at least 0"]),
         ({"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}}, ["optimizer.params.betas", "[0.9]", "two numbers"]),
         ({"optimizer": {"type": "Lion", "params": {"betas": [0.9, 1]}}}, ["optimizer.params.betas", "below 1"]),
