@@ -211,6 +211,19 @@ def test_missing_files_of_a_universal_checkpoint_are_named(tmp_path: Path, endin
     assert not (tmp_path / "out").exists()
 
 
+def test_a_universal_checkpoint_with_parameters_at_wrong_places_is_refused(tmp_path: Path) -> None:
+    """With round_robin_gradients, ds_to_universal writes the elements of other parameters."""
+    folder = tmp_path / "copy"
+    shutil.copytree(GOLDEN / "deepspeed_stage1_fp16_2_universal", folder)
+    path = folder / f"global_step{SAVED_STEPS}_universal" / "zero" / "entry.weight" / "fp32.pt"
+    value = load_torch_file(path)["param"]
+    path.unlink()  # a mapped file must not change
+    torch.save({"param": value.flip(0).clone()}, path)
+    with pytest.raises(CheckpointError, match=r"the master of entry.weight is not the weight .*round_robin_gradients"):
+        convert(Conversion(folder, tmp_path / "out", trust_pickle=True, quiet=True))
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_tied_name_that_the_module_lacks_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(GOLDEN / "deepspeed_stage1_fp32_2", folder)

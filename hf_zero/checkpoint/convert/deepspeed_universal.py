@@ -24,6 +24,7 @@ from hf_zero.system.reading import shown
 _PARAMS = "zero"
 _STATE_FILE = "optimizer_state.pt"
 _MASTER, _STEP = "fp32", "step"
+_COMPARED = 2**16  # elements at either end of a parameter
 
 
 def is_universal(folder: Path) -> bool:
@@ -80,9 +81,27 @@ class _Universal(Reader):
             raise CheckpointError(f"{self.folder}: param_shapes has the parameter {name!r}, which is no name of a folder")
         folder = self.folder / _PARAMS / name
         master = self._row(folder / f"{_MASTER}.pt", name, numel)
+        self._check_place(master, name, numel)
         files = [path for path in sorted(folder.glob("*.pt")) if path.stem not in (_MASTER, _STEP)]
         states = {path.stem: self._row(path, name, numel) for path in files}
         return master, states, {_STEP: self._step(group, folder)} if states else {}
+
+    def _check_place(self, master: Elsewhere, name: str, numel: int) -> None:
+        """Check that a master is the weight in the model file, which is whole at stages 1 and 2.
+
+        ``ds_to_universal`` cuts parameters at the places in ``param_slice_mappings``, which are wrong with ``round_robin_gradients``.
+        """
+        value = self.module.get(name)
+        if self._stage == 3 or not isinstance(value, torch.Tensor) or value.numel() != numel:
+            return
+        count = min(numel, _COMPARED)
+        for first in {0, numel - count}:
+            found = master[first : first + count].fetch()
+            if not torch.equal(found.to(value.dtype), value.reshape(-1)[first : first + count]):
+                raise CheckpointError(
+                    f"{self.folder}: the master of {name} is not the weight in the model file, so ds_to_universal cut the parameters at "
+                    "wrong places (as with zero_optimization.round_robin_gradients). Convert the checkpoint that ds_to_universal read"
+                )
 
     def _row(self, path: Path, name: str, numel: int) -> Elsewhere:
         """Return the elements in a parameter's file; at stage 3 the padding of the parts may follow them."""
