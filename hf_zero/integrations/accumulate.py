@@ -129,7 +129,9 @@ def backward(method: Callable[..., None], wrapper: Any, loss: Any, *args: Any, *
     loop = begun(engine)
     counts = not args and "sync_gradients" not in kwargs  # accelerate before 1.7 lets the engine count micro-steps
     completes = _gradient_state().sync_gradients if counts else args[0] if args else kwargs["sync_gradients"]
-    said = getattr(_gradient_state(), _SAID, False) or not completes
+    if not completes:  # the default is True, so the script has set `accelerator.sync_gradients`; it says True for the last backward
+        setattr(_gradient_state(), _SAID, True)
+    said = getattr(_gradient_state(), _SAID, False)
     count = engine.accumulation
     announced = said or (count.steps == 1 and not count.in_no_sync)
     waits = loop.steps or not loop.begun or loop.at_forward is not None

@@ -129,6 +129,26 @@ def _said_by_blocks(no_sync: Callable[[Loop], Any]) -> Callable[[Loop], None]:
     return run
 
 
+def _set_by_hand(calls_step: bool) -> Callable[[Loop], None]:
+    """LLaMA-Factory's new trainer sets `accelerator.sync_gradients` itself; with DeepSpeed it never calls `optimizer.step()`."""
+
+    def run(loop: Loop) -> None:
+        accelerator, model, optimizer = loop.accelerator, loop.model, loop.optimizer
+        norms: list[float] = []
+        for update in range(UPDATES):
+            parts, items = loop.parts(update)
+            for i, (inputs, targets) in enumerate(parts):
+                accelerator.sync_gradients = i == len(parts) - 1
+                accelerator.backward(_sum(model(inputs), targets) * loop.steps * accelerator.num_processes / items)
+            norms.append(float(model.get_global_grad_norm()))
+            if calls_step:
+                optimizer.step()
+                optimizer.zero_grad()
+        torch.testing.assert_close(norms, _expected(loop.steps)[1], rtol=1e-5, atol=0)
+
+    return run
+
+
 @contextlib.contextmanager
 def _prepared(stage: int, steps: int) -> Iterator[Loop]:
     from accelerate import Accelerator, DeepSpeedPlugin
@@ -156,6 +176,7 @@ def _loops(every: bool) -> None:
         tried = [(_guide, steps, {"last": max(steps - 1, 1)}), (_accumulate, steps, {})]
         tried += [(_said_by_blocks(block), 1, {}) for block in blocks] if steps > 1 else []
         tried += [(_unsaid, steps, {"skipped": 1})] if steps > 1 else []
+        tried += [(_set_by_hand(calls_step), steps, {}) for calls_step in (False, True)]
         for run, said, differs in tried:
             with _prepared(stage, said) as loop:
                 loop.steps = steps
