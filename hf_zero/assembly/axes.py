@@ -12,12 +12,13 @@ from hf_zero.assembly.mesh import is_to_split, mesh_of, shards
 from hf_zero.assembly.packed_weights import refuse_packed
 from hf_zero.comm.axes import divide_experts, divide_stages, model_parallel_group
 from hf_zero.comm.topology import Topology, build_topology, context_topology, divide_replicas, join_topologies
-from hf_zero.config.batch import count_replicas_once
+from hf_zero.config.batch import count_replicas_once, other_share
 from hf_zero.config.mesh import Mesh
 from hf_zero.errors import UnsupportedError
 from hf_zero.expert_parallel.apply import divide_model
 from hf_zero.expert_parallel.find import modules_of_experts
 from hf_zero.expert_parallel.held import mark_again
+from hf_zero.observe import warn_once
 from hf_zero.pipeline.apply import divide_layers, plan_pipeline, put_forward
 from hf_zero.sequence_parallel.attention import attention_replaced, exchange_heads_in_attention
 from hf_zero.sequence_parallel.forward import SliceSettings
@@ -61,6 +62,8 @@ def axes_of(source: dict[str, Any], mpu: Any, mesh: Any, model: nn.Module) -> tu
         whole = sequence.topology if sequence is not None else _topology(mpu, model, described.tp)
     topology = divide_replicas(whole, described.dp_replicate) if shards(source) else whole
     topology = divide_experts(topology, described.ep)
+    if mpu is None and described.tp > 1 and described.sp * described.cp * described.pp == 1:
+        _warn_of_shared_samples(source, described)
     return Axes(described, topology, sequence), count_samples(source, described)
 
 
@@ -68,6 +71,18 @@ def count_samples(source: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     """Return ``source`` with ``train_batch_size`` counted over replicas, also if it was given over all ranks or over one group."""
     mistaken = (mesh.ranks, mesh.ranks // mesh.sp, mesh.ranks // mesh.tp, 1) if mesh.sp * mesh.cp > 1 else (mesh.ranks,)
     return count_replicas_once(source, mesh.replicas, mistaken)
+
+
+def _warn_of_shared_samples(source: dict[str, Any], mesh: Mesh) -> None:
+    """Warn if the third batch size is derived here from the replicas and has another value with DeepSpeed, which counts ranks; local."""
+    shares = other_share(source, mesh.replicas, mesh.ranks)
+    if shares is not None:
+        name, here, there = shares
+        warn_once(
+            f"{name} is {here}, because train_batch_size {source['train_batch_size']} is divided by the data-parallel size, "
+            f"{mesh.replicas}: the {mesh.tp} ranks of one model share their samples. DeepSpeed divides by all {mesh.ranks} ranks and "
+            f'uses {there}. Remove train_batch_size, and set "{name}" to {there} to train as with DeepSpeed; {here} keeps this batch'
+        )
 
 
 def _context_parallel(source: dict[str, Any], mpu: Any, model: nn.Module, mesh: Mesh) -> SequenceParallel:

@@ -79,3 +79,16 @@ def count_replicas_once(config: dict[str, Any], replicas: int, mistaken: Collect
     one = micro * steps
     wrong = total != one * replicas and total in [one * number for number in mistaken]
     return {**config, TOTAL: one * replicas} if wrong else config
+
+
+def other_share(config: dict[str, Any], replicas: int, ranks: int) -> tuple[str, int, int] | None:
+    """Return the batch size that ``config`` leaves to be derived, if it differs between ``replicas`` and ``ranks``.
+
+    Returns:
+        Key of the batch size, its value for ``replicas`` and its value for ``ranks``; None if both give one value, or if the key is given.
+    """
+    total, *both = (config.get(key) for key in (TOTAL, MICRO, ACCUMULATION))
+    given = [value for value in both if isinstance(value, int)]
+    if not isinstance(total, int) or len(given) != 1 or total % (given[0] * ranks):
+        return None
+    return ACCUMULATION if isinstance(both[0], int) else MICRO, total // (given[0] * replicas), total // (given[0] * ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from hf_zero.assembly import axes
 from hf_zero.assembly.axes import count_samples
 from hf_zero.assembly.policies import gradient_policy, precision_policy
 from hf_zero.config.mesh import Mesh
@@ -30,6 +32,26 @@ def test_a_total_over_all_ranks_is_counted_over_groups_only_where_nothing_else_e
     assert count(three) == {**three, "train_batch_size": 8}
     assert count({**three, "gradient_accumulation_steps": 2}) == {**three, "gradient_accumulation_steps": 2}
     assert count({**three, "gradient_accumulation_steps": "auto"})["train_batch_size"] == 16
+
+
+@pytest.mark.parametrize(
+    ("config", "warning"),
+    [
+        ({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2}, r"gradient_accumulation_steps is 4, .* DeepSpeed .* uses 2\."),
+        ({"train_batch_size": 16, "gradient_accumulation_steps": 2}, r"train_micro_batch_size_per_gpu is 4, .* DeepSpeed .* uses 2\."),
+        ({"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2}, None),  # an error with DeepSpeed
+        ({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}, None),
+        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}, None),
+    ],
+)
+def test_a_derived_batch_size_that_deepspeed_derives_differently_is_told(
+    config: dict[str, Any], warning: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(axes, "warn_once", told.append)
+    axes._warn_of_shared_samples(config, Mesh(dp_shard=2, tp=2))
+    assert len(told) == (warning is not None)
+    assert warning is None or re.match(warning, told[0])
 
 
 def test_a_sum_over_samples_is_a_mean_over_the_ranks_that_share_them() -> None:
