@@ -7,7 +7,7 @@ waits for ``optimizer.step()``, and ``zero_grad()`` drops the gradients, as with
 (several backwards, then ``optimizer.step()``, as in accelerate's guide for samples of variable size).
 
 [Note: loops that never step] Scripts that know DeepSpeed may leave ``optimizer.step()`` out. The first update of each engine waits for it
-too; if the loop goes on to its next forward without that call, the update is made there, and from then on ``backward`` updates.
+too; if the loop goes on to its next forward, or saves, without that call, the update is made there, and from then on ``backward`` updates.
 
 [Note: backwards that accelerate does not make] ``loss.backward()`` and ``engine.backward(loss)`` train too, at the next
 ``optimizer.step()``. As under DDP, where accelerate divides the losses that it is given and no others, the first divides nothing by
@@ -189,13 +189,16 @@ def _announce(loop: Loop, engine: Engine, counts: bool) -> None:
         return
     loop.begun = True
 
-    def make(*_: Any) -> None:
-        if loop.waiting:  # otherwise zero_grad() has dropped it
-            loop.know()
-            loop.waiting, loop.updates = 0, loop.updates + 1
-            engine.step()
+    loop.at_forward = engine.register_forward_pre_hook(lambda *_: make_first(engine))
 
-    loop.at_forward = engine.register_forward_pre_hook(make)
+
+def make_first(engine: Any) -> None:
+    """Make the first update of a loop that has gone on without ``optimizer.step()``; nothing if there is none. Collective then."""
+    loop = LOOPS.get(engine.optimizer) if isinstance(engine, Engine) and isinstance(engine.optimizer, ShardedOptimizer) else None
+    if loop is not None and loop.at_forward is not None and loop.waiting:  # otherwise zero_grad() has dropped it
+        loop.know()
+        loop.waiting, loop.updates = 0, loop.updates + 1
+        engine.step()
 
 
 def backward_of_several(method: Callable[..., None], accelerator: Any, loss: Any, **kwargs: Any) -> None:

@@ -9,7 +9,8 @@ This module imports little, because every program that saves with accelerate imp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -25,6 +26,7 @@ def get_state_dict(method: Callable[..., Any], accelerator: Any, model: Any, *ar
 
     An engine's own stage decides whether it gathers: the method asks the configuration of the engine that was prepared last.
     """
+    _finish_first_update([model])
     axes: Any = getattr(getattr(model, "collectives", None), "topology", None)
     whole = axes is not None and not model.stage_policy.parameters_sharded
     if whole and (axes.expert is not None or axes.pipe is not None):
@@ -38,6 +40,20 @@ def get_state_dict(method: Callable[..., Any], accelerator: Any, model: Any, *ar
     for call in callers.running(methods.SAVE_MODEL)[:1]:
         call.given[_GATHERED] = found
     return found
+
+
+def save_state(method: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace ``Accelerator.save_state``: a loop that never calls ``optimizer.step()`` saves the weights after its first update."""
+    _finish_first_update(getattr(accelerator, "_models", ()))
+    return method(accelerator, *args, **kwargs)
+
+
+def _finish_first_update(models: Iterable[Any]) -> None:
+    """Make the update that waits for the next forward, if there is one ([Note: loops that never step]); collective then."""
+    accumulate = sys.modules.get("hf_zero.integrations.accumulate")
+    if accumulate is not None:  # otherwise no engine has begun a loop
+        for model in models:
+            accumulate.make_first(model)
 
 
 def gathered_for(module: nn.Module) -> dict[str, Any] | None:

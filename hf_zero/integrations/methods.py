@@ -285,7 +285,13 @@ BUILD_FOR_LOAD = Method(
     around="hf_zero.integrations.loading:contexts_of_load",
     since=(5,),
 )
-SAVE_STATE = Method("accelerate.accelerator", "Accelerator.save_state", DELETED)
+SAVE_STATE = Method(
+    "accelerate.accelerator",
+    "Accelerator.save_state",
+    f"a loop that never calls optimizer.step() saves the weights before its first update, and {DELETED}",
+    around="hf_zero.integrations.expert_saves:save_state",
+    seen=True,
+)
 TRAIN = Method(
     "transformers.trainer",
     "Trainer.train",

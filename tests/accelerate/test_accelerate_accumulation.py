@@ -6,6 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,12 +37,14 @@ def _sum(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(outputs, targets, ignore_index=-100, reduction="sum")
 
 
-def _expected(steps: int, skipped: int | None = None, last: int | None = None) -> tuple[list[torch.Tensor], list[float]]:
+def _expected(
+    steps: int, skipped: int | None = None, last: int | None = None, updates: int = UPDATES
+) -> tuple[list[torch.Tensor], list[float]]:
     """Weights and norms of one process that sees the samples of all ranks at once; ``last`` micro-steps in the last update."""
     model = _build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     norms = []
-    for update in range(UPDATES):
+    for update in range(updates):
         micros = last if last is not None and update == UPDATES - 1 else steps
         parts = [_part(update, micro, rank) for micro in range(micros) for rank in range(ranks.world())]
         items = sum(int(targets.ne(-100).sum()) for _, targets in parts)
@@ -190,6 +193,31 @@ def _loops(every: bool) -> None:
 @pytest.mark.parametrize(("world", "every"), [(2, False), *(pytest.param(world, True, marks=pytest.mark.slow) for world in (1, 2))])
 def test_loops_that_accumulate_have_the_weights_of_ddp(world: int, every: bool) -> None:
     ranks.run_ranks(_loops, world, every)
+
+
+def _saves(folder: Path) -> None:
+    for stage, steps in ((1, 1), (3, 2)):
+        with _prepared(stage, steps) as loop:
+            accelerator, model = loop.accelerator, loop.model
+            parts, items = loop.parts(0)
+            for i, (inputs, targets) in enumerate(parts):
+                accelerator.sync_gradients = i == len(parts) - 1
+                accelerator.backward(_sum(model(inputs), targets) * steps * accelerator.num_processes / items)
+            if stage == 1:
+                found = list(accelerator.get_state_dict(model).values())
+            else:
+                accelerator.save_state(str(folder))
+                found = _weights(model)
+                accelerator.load_state(str(folder))
+                torch.testing.assert_close(_weights(model), found, rtol=0, atol=0)
+            expected, _ = _expected(steps, updates=1)
+            torch.testing.assert_close(found, expected, rtol=0, atol=LIMITS["fp32"].weights)
+            assert model.global_steps == 1
+
+
+def test_a_loop_that_never_steps_saves_the_weights_after_its_first_update(tmp_path: Path) -> None:
+    """DeepSpeed updates in backward; here the first update waits until the loop goes on, and a save must not leave it out."""
+    ranks.run_ranks(_saves, 2, tmp_path)
 
 
 def _updates_of_several_backwards() -> None:

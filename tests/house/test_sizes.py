@@ -14,7 +14,6 @@ CLASS_METHODS = 30
 MODULE_LINES = 60  # fewer are a closet where one other module uses them
 # Small modules that stand apart, and why.
 APART = {
-    "hf_zero.integrations.expert_saves": "every program that saves with accelerate imports it",
     "hf_zero.integrations.packed_loads": "imported late: every program that loads a model imports its neighbour",
     "hf_zero.profiling.trace_command": "the command line starts without torch",
 }
