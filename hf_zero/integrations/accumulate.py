@@ -189,16 +189,21 @@ def _announce(loop: Loop, engine: Engine, counts: bool) -> None:
         return
     loop.begun = True
 
-    loop.at_forward = engine.register_forward_pre_hook(lambda *_: make_first(engine))
+    def at_forward(*_: Any) -> None:
+        make_first(engine)
+
+    loop.at_forward = engine.register_forward_pre_hook(at_forward)
 
 
-def make_first(engine: Any) -> None:
-    """Make the first update of a loop that has gone on without ``optimizer.step()``; nothing if there is none. Collective then."""
+def make_first(engine: Any) -> bool:
+    """Make the first update of a loop that has gone on without ``optimizer.step()``; return whether there was one. Collective then."""
     loop = LOOPS.get(engine.optimizer) if isinstance(engine, Engine) and isinstance(engine.optimizer, ShardedOptimizer) else None
     if loop is not None and loop.at_forward is not None and loop.waiting:  # otherwise zero_grad() has dropped it
         loop.know()
         loop.waiting, loop.updates = 0, loop.updates + 1
         engine.step()
+        return True
+    return False
 
 
 def backward_of_several(method: Callable[..., None], accelerator: Any, loss: Any, **kwargs: Any) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 
 from hf_zero.deepspeed.held_weights import held_for
 from hf_zero.integrations import callers, methods
+from hf_zero.observe import warn_once
 
 _GATHERED = "state dict of all ranks"
 
@@ -52,8 +53,13 @@ def _finish_first_update(models: Iterable[Any]) -> None:
     """Make the update that waits for the next forward, if there is one ([Note: loops that never step]); collective then."""
     accumulate = sys.modules.get("hf_zero.integrations.accumulate")
     if accumulate is not None:  # otherwise no engine has begun a loop
-        for model in models:
-            accumulate.make_first(model)
+        made = [accumulate.make_first(model) for model in models]
+        if any(made):
+            warn_once(
+                "weights were saved after accelerator.backward() and before the first optimizer.step() of this run: the update was made "
+                "first, as with DeepSpeed, whose loops may leave optimizer.step() out. To save the weights before an update, save before "
+                "its backward"
+            )
 
 
 def gathered_for(module: nn.Module) -> dict[str, Any] | None:
