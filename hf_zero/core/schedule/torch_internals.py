@@ -283,11 +283,11 @@ def around_clipping(function: Callable[[list[torch.Tensor], float, float, torch.
     scale_visible = _clip_with_norm_by(function)
 
     @wraps(_scale_gradients)
-    def scale(parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None) -> None:
+    def scale(parameters: Any, max_norm: float, total_norm: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         order, finite = asked[0]
         if not function(params, float(max_norm), order, total_norm):
-            scale_visible(params, max_norm, total_norm, foreach)
+            scale_visible(params, max_norm, total_norm, *args, **kwargs)
         elif finite and not math.isfinite(total_norm):
             raise RuntimeError(
                 f"clip_grad_norm_(error_if_nonfinite=True): the norm of order {order:g} of the sharded gradients is {float(total_norm)}; "
@@ -319,12 +319,12 @@ def _clip_with_norm_by(function: Callable[[list[torch.Tensor], float, float, tor
 
     def replaced(inner: Callable[..., None]) -> Callable[..., None]:
         @wraps(inner)
-        def call(parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None) -> None:
+        def call(parameters: Any, max_norm: float, total_norm: torch.Tensor, *args: Any, **kwargs: Any) -> None:
             params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
             given = total_norm.detach().clone()
             scale = function(params, float(max_norm), 2.0, total_norm)  # visible gradients contain it, and so does a norm of them
             if not scale:
-                inner(params, max_norm, total_norm, foreach)
+                inner(params, max_norm, total_norm, *args, **kwargs)
             elif given and not any(torch.isclose(given, total_norm * factor, rtol=_CLOSE) for factor in (1.0, scale)):
                 raise UnsupportedError(
                     f"torch.nn.utils.clip_grads_with_norm_ was called with the norm {float(given):g}, and that of the gradients, which are "
