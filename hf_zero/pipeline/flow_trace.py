@@ -389,11 +389,11 @@ def _watching(model: nn.Module, tracer: FlowTracer) -> Iterator[None]:
 @contextmanager
 def _noticing_functions(tracer: FlowTracer) -> Iterator[None]:
     """Note inside the context which calls run inside an autograd function, for example of a reversible network."""
-    original = torch.autograd.Function.__dict__["apply"]
+    original = torch.autograd.Function.__dict__["apply"]  # a classmethod; since torch 2.14 a method of C, without ``__func__``
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         first = len(tracer.calls)
-        result = original.__func__(cls, *args, **kwargs)
+        result = original.__get__(None, cls)(*args, **kwargs)
         if len(tracer.calls) > first:
             tracer.hidden.append((first, len(tracer.calls) - 1))
         return result
