@@ -59,6 +59,10 @@ class Network(dist.ProcessGroup):
         self._stream: Any = None
         self._device: torch.device | None = None
 
+    def _get_backend(self, device: Any) -> Any:
+        """Return gloo, which cannot coalesce: torch 2.14 asks before it sends a batch of messages."""
+        return self.inner
+
     def _run(self, tensors: Sequence[Tensor], call: Callable[..., Any]) -> Any:
         """Stages ``tensors`` through the host on the network's stream; ``call`` gets the copies, and the tensors of a host themselves."""
         device = tensors[0].device
