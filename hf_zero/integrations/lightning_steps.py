@@ -15,6 +15,7 @@ import torch
 
 from hf_zero.checkpoint.state.plain_state import load_plain_state
 from hf_zero.deepspeed.alias import finder
+from hf_zero.deepspeed.alias.table import DEEPSPEED_VERSION
 from hf_zero.deepspeed.configured import ConfiguredEngine
 from hf_zero.deepspeed.engine import Engine
 from hf_zero.deepspeed.requests import load_module_state_dict
@@ -210,3 +211,12 @@ def load_module(function: Callable[..., None], strategy: Any, module: Any, state
         module.load_module_state_dict(state_dict, strict=strict)
     else:
         function(strategy, module, state_dict, strict)
+
+
+def load_state(function: Callable[..., dict[str, Any]], strategy: Any, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Load as Fabric does, and add the version of DeepSpeed's API to the returned remainder, as DeepSpeed's checkpoints do; collective."""
+    remainder = function(strategy, path, state, *args, **kwargs)
+    whole = strategy.load_full_weights and strategy.zero_stage_3  # a file of another strategy
+    if whole or not (isinstance(state, dict) and any(isinstance(value, ConfiguredEngine) for value in state.values())):
+        return remainder
+    return {**remainder, "ds_version": DEEPSPEED_VERSION}

@@ -79,6 +79,7 @@ LIGHTNING_STRATEGIES = tuple(
                 "clip_gradients_norm": "clip_norm",
                 "clip_gradients_value": "clip_value",
                 "load_module_state_dict": "load_module",
+                "load_checkpoint": "load_state",
             },
         ),
     )

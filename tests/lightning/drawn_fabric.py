@@ -258,7 +258,7 @@ class Loop:
     def load(self, place: Path) -> None:
         state = self.state()
         remains = self.fabric.load(str(place), state)
-        self.seen["read"].append(sorted(key for key in remains if not key.startswith("_")))
+        self.seen["read"].append(sorted(key for key in remains if not key.startswith("_") and key != "ds_version"))
         self.steps, self.epoch, self.batches = (state[name] for name in ("steps", "epoch", "batches"))
 
 
