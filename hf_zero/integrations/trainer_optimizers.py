@@ -11,6 +11,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from hf_zero.errors import ConfigError
 from hf_zero.observe import warn_once
 
@@ -25,6 +27,7 @@ def with_own_optimizer(method: Callable[..., Any], trainer: Any, num_training_st
     Raises:
         ConfigError: The configuration has an optimizer or a scheduler too, or the Trainer trains a second time with the same optimizer.
     """
+    _keep_inputs(trainer)
     if inference:
         return method(trainer, num_training_steps, inference)
     given, scheduler = trainer.optimizer, _own_scheduler(trainer)
@@ -46,6 +49,13 @@ def with_own_optimizer(method: Callable[..., Any], trainer: Any, num_training_st
     finally:
         if given is not None:
             vars(trainer).pop(_CREATE, None)
+
+
+def _keep_inputs(trainer: Any) -> None:
+    """Correct the dtype to which Trainer of transformers 4 casts floating inputs: fp16 if the configuration has no ``fp16`` section."""
+    config: Any = getattr(getattr(trainer.accelerator.state, "deepspeed_plugin", None), "hf_ds_config", None)
+    if getattr(config, "_dtype", None) is torch.float16 and not config.is_true("fp16.enabled"):
+        config._dtype = torch.float32
 
 
 def _own_scheduler(trainer: Any) -> Any:

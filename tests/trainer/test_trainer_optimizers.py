@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from hf_zero.integrations import trainer_optimizers
 from tests.support import ranks
 
 LAYERS = 4
@@ -94,3 +96,12 @@ def _trained(folder: str) -> None:
 
 def test_the_scripts_optimizer_trains(tmp_path: Any) -> None:
     ranks.run_ranks(_trained, 2, str(tmp_path))
+
+
+@pytest.mark.parametrize("fp16", [True, False])
+def test_inputs_keep_fp32_without_a_section_for_fp16(fp16: bool) -> None:
+    """transformers 4 assumes fp16 if the configuration says nothing, and casts pixels and sounds for a model in fp32."""
+    config = SimpleNamespace(_dtype=torch.float16, is_true=lambda key: fp16 and key == "fp16.enabled")
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=SimpleNamespace(hf_ds_config=config))))
+    trainer_optimizers.with_own_optimizer(lambda *_: None, trainer, 1, inference=True)
+    assert config._dtype is (torch.float16 if fp16 else torch.float32)
