@@ -266,7 +266,7 @@ def process_config(method: Callable[..., None], plugin: Any, prefix: str = "", *
         kind = plugin.get_value(f"{section}.type")
         if section in plugin.deepspeed_config and plugin.get_value(key) is None and kind in _TYPES_OF.get(key, (kind,)):
             put(plugin.deepspeed_config, key, value)
-            if callers.running(methods.TRAIN):
+            if key in _ARGUMENTS and callers.running(methods.TRAIN):
                 warn_once(
                     f"the configuration has the section {section!r} without {key}: Trainer's {' and '.join(_ARGUMENTS[key])} "
                     f"({value}) is used. DeepSpeed would use its own default; to do so here, write it into the configuration"
