@@ -19,6 +19,7 @@ from torch.nn.modules.module import (
 )
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.own_groups import own_topology
@@ -59,10 +60,15 @@ class ConstructorAccess(TorchFunctionMode):
     assigned (or ``_MOST_OPEN`` others were accessed). Constructors must run the same code on all ranks, since otherwise the ranks' modules
     would differ anyway; if one rank alone prints a norm, it waits for the other ranks. Reads of shapes, dtypes and
     gradients do not unshard. The device is the one that the parameter was built on ([Note: as it was built]).
+
+    Args:
+        shows_values: False unshards nothing: functions receive meta tensors in place of sharded parameters, so that writes have no effect
+            and random initialisation draws no numbers. This is for parameters that a checkpoint will fill.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shows_values: bool = True) -> None:
         super().__init__()
+        self._shows_values = shows_values
         self._open: dict[Unit, GatheredParameters] = {}  # in the order in which they were unsharded
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -84,6 +90,9 @@ class ConstructorAccess(TorchFunctionMode):
             return func(_empty_as_built(sharded[0]), *args[1:], **kwargs)
         else:
             touches = name not in _VALUELESS_METHODS
+        if touches and not self._shows_values:
+            args, kwargs = tree_map(lambda value: _placeholder(value) if any(value is one for one in sharded) else value, (args, kwargs))
+            return func(*args, **kwargs)
         if touches:
             self._touch(owned)
         return func(*args, **kwargs)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.random import fork_rng
 
@@ -92,13 +93,15 @@ class GatheredParameters(gathered.GatheredParameters):
     """
 
     def __init__(self, params: Any = None, *args: Any, **kwargs: Any) -> None:
-        model = _model_of_load()
+        call = _running_load()
+        model: nn.Module | None = call.caller if call is not None else None
         if model is not None:
             _require_most_weights(model)
             # transformers 4 passes detached copies, which are not parameters; 5 passes a set, whose order differs between ranks.
             params = [param for param in model.parameters() if not getattr(param, "_is_hf_initialized", False)]
         self._missing = model is not None
-        self._around, self._access = ExitStack(), ConstructorAccess()  # the second: reads of weights that are not missing
+        # Of weights that are not missing: transformers 4, which passes the missing names, initialises before it loads.
+        self._around, self._access = ExitStack(), ConstructorAccess(shows_values=call is None or "missing_keys" not in call.given)
         super().__init__(params, *args, **kwargs)
 
     def __enter__(self) -> GatheredParameters:
@@ -276,7 +279,7 @@ def _drawing_once(model: Any, tied: bool) -> Iterator[None]:
         del model._get_resized_lm_head
 
 
-def fill_sharded(method: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def fill_sharded(method: Any, model: nn.Module, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     """Replace ``_load_state_dict_into_zero3_model``, which fills a sharded model from a checkpoint; collective.
 
     It prevents a hang, and it keeps only the conversions of names that the checkpoint needed. transformers would keep all of them and undo
@@ -286,24 +289,59 @@ def fill_sharded(method: Any, model: nn.Module, *args: Any, **kwargs: Any) -> An
     module may add values to it that its checkpoint lacks (a batch norm adds ``num_batches_tracked``), and only rank 0 would broadcast them.
     So they are removed from the state dict again. They are then missing on every rank, and initialised like all missing values.
 
+    [Note: buffers of a checkpoint] Before transformers 5.15 the function loaded buffers only on rank 0, and only of modules that have
+    parameters, too: the running statistics of a batch norm stayed at their initial values on the other ranks. So all buffers that the state
+    dict has are copied here, on each rank. Later versions have meta tensors in the state dict of the other ranks, and broadcast.
+
     Args:
         method: The replaced function.
         model: The model.
+        state_dict: Names and values of the checkpoint.
         *args: Further arguments of the function.
         **kwargs: Further arguments of the function.
     """
+    if not (args or kwargs):  # transformers 4, which loads into tied weights under each name; without stage 3 the first name counts
+        names = [name for same in _shared_names(model) for name in [name for name in same if name in state_dict][1:]]
+        state_dict = {name: value for name, value in state_dict.items() if name not in names}
     adding = [module for module in model.modules() if type(module)._load_from_state_dict is not nn.Module._load_from_state_dict]
     for module in adding:
         _without_additions(module)
     try:
-        found = method(model, *args, **kwargs)
+        found = method(model, state_dict, *args, **kwargs)
     finally:
         for module in adding:
             del module.__dict__["_load_from_state_dict"]
+    loaded = _load_buffers(model, state_dict)
+    if isinstance(found, tuple):  # transformers 5 returns the missing names too
+        found[1].difference_update(loaded)
     conversions: Any = model.__dict__.get("_weight_conversions")
     if conversions is not None:
         model.__dict__["_weight_conversions"] = [conversion for conversion in conversions if _was_used(conversion)]
     return found
+
+
+def _shared_names(model: nn.Module) -> Iterable[list[str]]:
+    """Return the names of each parameter of ``model``, in the order of the modules."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    return names.values()
+
+
+@torch.no_grad()
+def _load_buffers(model: Any, state_dict: dict[str, Any]) -> set[str]:
+    """Copy the values of ``state_dict`` to persistent buffers, and return the names of these buffers."""
+    loaded, within = set(), f"{getattr(model, 'base_model_prefix', '')}."
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            value = state_dict.get(name, state_dict.get(name.removeprefix(within)))  # a checkpoint of the base model has no prefix
+            if name.rpartition(".")[2] in module._non_persistent_buffers_set or not isinstance(value, torch.Tensor) or value.is_meta:
+                continue
+            if value.shape == buffer.shape:
+                buffer.copy_(value)
+                buffer._is_hf_initialized = True
+                loaded.add(name)
+    return loaded
 
 
 def _was_used(conversion: Any) -> bool:
@@ -358,14 +396,13 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
         yield model
 
 
-def _model_of_load() -> nn.Module | None:
-    """Return the model whose missing weights transformers is about to initialise; None from the second query of the same load on."""
+def _running_load() -> callers.Call | None:
+    """Return the call that initialises missing weights of the model ``caller``; None from the second query of the same load on."""
     call = next(iter(callers.running(methods.MISSING_KEYS)), None)
     if call is None or call.answered or call.given.get("is_quantized"):
         return None
     call.answered = True
-    model: nn.Module = call.caller
-    return model
+    return call
 
 
 def _require_most_weights(model: nn.Module) -> None:

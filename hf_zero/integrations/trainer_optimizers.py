@@ -27,7 +27,7 @@ def with_own_optimizer(method: Callable[..., Any], trainer: Any, num_training_st
     Raises:
         ConfigError: The configuration has an optimizer or a scheduler too, or the Trainer trains a second time with the same optimizer.
     """
-    _keep_inputs(trainer)
+    _correct_transformers_4(trainer)
     if inference:
         return method(trainer, num_training_steps, inference)
     given, scheduler = trainer.optimizer, _own_scheduler(trainer)
@@ -51,11 +51,17 @@ def with_own_optimizer(method: Callable[..., Any], trainer: Any, num_training_st
             vars(trainer).pop(_CREATE, None)
 
 
-def _keep_inputs(trainer: Any) -> None:
-    """Correct the dtype to which Trainer of transformers 4 casts floating inputs: fp16 if the configuration has no ``fp16`` section."""
+def _correct_transformers_4(trainer: Any) -> None:
+    """Let two arguments of a Trainer count that transformers 4 does not pass on if the configuration lacks their section or key.
+
+    It would cast floating inputs to fp16 without an ``fp16`` section. With ``max_grad_norm=0`` it does not ask the engine for a norm, and
+    the key's default of 1 would clip; transformers 5 asks for a norm without clipping.
+    """
     config: Any = getattr(getattr(trainer.accelerator.state, "deepspeed_plugin", None), "hf_ds_config", None)
     if getattr(config, "_dtype", None) is torch.float16 and not config.is_true("fp16.enabled"):
         config._dtype = torch.float32
+    if config is not None and not trainer.args.max_grad_norm and not hasattr(trainer, "_get_grad_norm"):
+        config.config.setdefault("gradient_clipping", 0.0)
 
 
 def _own_scheduler(trainer: Any) -> Any:

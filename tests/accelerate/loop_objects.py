@@ -71,13 +71,7 @@ def loader_of(run: Drawn, count: int, seed: int, train: bool) -> DataLoader[Any]
 
 def accelerator_of(run: Drawn, folder: Path, config: Any) -> Any:
     from accelerate import Accelerator, DeepSpeedPlugin
-    from accelerate.utils import (
-        DataLoaderConfiguration,
-        DeepSpeedSequenceParallelConfig,
-        DistributedDataParallelKwargs,
-        GradientAccumulationPlugin,
-        ParallelismConfig,
-    )
+    from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs, GradientAccumulationPlugin
 
     trainers.forget()
     kind = run["loader"]
@@ -100,6 +94,8 @@ def accelerator_of(run: Drawn, folder: Path, config: Any) -> Any:
     else:
         more["gradient_accumulation_steps"] = steps
     if run["axis"] == "sequence" and config is not None:
+        from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
+
         handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa")
         more["parallelism_config"] = ParallelismConfig(
             sp_size=2, sp_backend="deepspeed", dp_shard_size=ranks.world() // 2, sp_handler=handler

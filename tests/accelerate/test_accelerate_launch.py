@@ -14,6 +14,7 @@ from torch.distributed import TCPStore
 from tests.support.launches import launch_on_ranks, report_of, run_on_ranks
 from tests.support.processes import Ended, run, run_forked, run_python
 from tests.support.rows import slow_but
+from tests.support.versions import PARALLELISM_CONFIG
 
 DEEPSPEED_SCRIPT = """
 import argparse, json
@@ -212,6 +213,7 @@ accelerator.end_training()
 """
 
 
+@PARALLELISM_CONFIG
 @pytest.mark.parametrize("where", ["flag", "file"])
 def test_the_launcher_passes_the_sizes_of_a_parallelism_config_on(where: str, launcher: Path) -> None:
     script = launcher.with_name("mesh.py")

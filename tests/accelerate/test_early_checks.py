@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.launches import run_warm
 from tests.support.processes import Ended
+from tests.support.versions import PARALLELISM_CONFIG
 
 GOOD = {
     "train_batch_size": "auto",
@@ -136,6 +137,7 @@ def test_a_total_that_fits_no_number_of_ranks(ended: dict[str, Ended]) -> None:
     assert ended["plugin-shared"].out == "False\n", ended["plugin-shared"]
 
 
+@PARALLELISM_CONFIG
 def test_sizes_that_no_ranks_fit(ended: dict[str, Ended]) -> None:
     """4 ranks cannot share samples where 2 run: found before data are loaded, and by ``accelerate launch`` before ranks start."""
     text = "4 ranks (pp x cp x sp x tp) are to share their samples; 1 or 2 would fit. It is described by\n"

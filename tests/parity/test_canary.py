@@ -7,6 +7,7 @@ import pytest
 from tests.parity.tables import canary
 from tests.support import zoo
 from tests.support.parity import Trace
+from tests.support.versions import TRANSFORMERS_5
 
 # What no other test has. Recurrent and hybrid layers, shared layers, latent attention, experts of three kinds, odd containers.
 SAMPLE = [
@@ -25,11 +26,12 @@ SAMPLE = [
 ]
 # Left to the test of every architecture: their experts, and T5's layers, have tests of their own.
 LEFT_OUT = ("GptOssForCausalLM", "LongT5ForConditionalGeneration", "SwitchTransformersForConditionalGeneration")
+OTHERS_IN_4 = ("JambaForCausalLM", "Zamba2ForCausalLM")  # transformers 4 needs kernels, or other sizes
 PARTS = 12
 
 
 def test_sample() -> None:
-    names = [name for name in SAMPLE if name not in LEFT_OUT]
+    names = [name for name in SAMPLE if name not in LEFT_OUT and (TRANSFORMERS_5 or name not in OTHERS_IN_4)]
     _expect_none([sighting for sighting in canary.check_all(names) if sighting.problem])
 
 

@@ -420,7 +420,8 @@ def _refusals(base: Path, folder: Path) -> None:
     engine = initialize(whole, Run(3))
     engine.save_checkpoint(str(folder))
     engine.destroy()
-    small = initialize(AutoModelForCausalLM.from_pretrained(base, quantization_config=BitsAndBytesConfig(**KINDS["int8"])), Run(3))
+    small = AutoModelForCausalLM.from_pretrained(base, quantization_config=BitsAndBytesConfig(**KINDS["int8"]))
+    small = hf_zero.initialize(model=small, config=Run(3).config())[0]
     with pytest.raises(CheckpointError, match="is quantized in this model, and the checkpoint has values of it"):
         small.load_checkpoint(str(folder), load_module_strict=False)
     small.destroy()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tests.support import ranks
 from tests.support.models import CASES
 from tests.support.parity import DTYPES, Run, initialize
+from tests.support.versions import TRANSFORMERS_5
 from tests.support.zero3 import transformers_zero3, whole_parameters
 
 SIZE = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
@@ -49,6 +50,10 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "resnet": ("ResNetForImageClassification", "ResNetConfig", {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]}),
     "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**TEXT, "head_dim": 8, "num_key_value_heads": 2}),
 }  # fmt: skip
+
+
+# transformers 4 draws missing embeddings again for the tied head, and numbers of the constructor of wav2vec2.
+OTHERWISE_IN_4 = ("gpt2", "mamba", "gemma2", "wav2vec2")
 
 
 def _model(name: str) -> tuple[Any, Any]:
@@ -107,6 +112,8 @@ def _from_pretrained(dtype: str, folder: str) -> None:
     from safetensors.torch import load_file, save_file
 
     for name in _models(dtype):
+        if not TRANSFORMERS_5 and name in OTHERWISE_IN_4:
+            continue
         kind, config = _model(name)
         path = Path(folder, name)
         if ranks.rank() == 0:

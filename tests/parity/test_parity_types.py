@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,12 @@ from tests.support import ranks, senses, zoo
 from tests.support.models import CASES, Mlp, class_loss
 from tests.support.parity import DTYPES, Run, check, check_bitwise, initialize, prepare, reference, train
 from tests.support.rows import thinned
+from tests.support.versions import needs
 from tests.support.zero3 import transformers_zero3, whole_parameters
 
 STAGES = (0, 1, 2, 3)
 HALF = ("bf16", "fp16")
-TRANSFORMERS_5 = pytest.mark.skipif(
-    metadata.version("transformers").startswith("4."), reason="transformers 4 has fewer architectures, and no plan of types to compare with"
-)
+NEEDS_5 = needs("transformers", "5.0", "fewer architectures, and no plan of types to compare with")
 MLP = CASES["mlp"]
 SOME = [
     "T5ForConditionalGeneration",  # fp32 layers in fp16
@@ -54,7 +52,7 @@ def _shown(rows: list[loaded_types.Row]) -> list[str]:
 
 
 @pytest.mark.slow  # fast: test_canary.py, and the other tests of this file
-@TRANSFORMERS_5
+@NEEDS_5
 def test_some_architectures_stay_as_loaded() -> None:
     rows = ranks.run_ranks(loaded_types.measure_each, 2, SOME, True)[0]
     assert _shown(rows) == []
@@ -64,7 +62,7 @@ def test_some_architectures_stay_as_loaded() -> None:
 
 
 @pytest.mark.slow  # `test_some_architectures_stay_as_loaded` asks the same of text
-@TRANSFORMERS_5
+@NEEDS_5
 def test_some_models_of_images_and_sound_stay_as_loaded() -> None:
     rows = ranks.run_ranks(loaded_types.measure_each, 2, SOME_SENSES, True)[0]
     assert _shown(rows) == []
@@ -73,7 +71,7 @@ def test_some_models_of_images_and_sound_stay_as_loaded() -> None:
     assert sum(row.forwards for row in rows) >= 3 and sum(row.buffers for row in rows) >= 40
 
 
-@TRANSFORMERS_5
+@NEEDS_5
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [loaded_types.text_names, senses.architectures], ids=["text", "images and sound"])
 def test_all_architectures_stay_as_loaded(names: Callable[[], list[str]]) -> None:
@@ -131,7 +129,7 @@ def _far_positions_of_three() -> None:
         _far_positions(name, (0, 3))
 
 
-@TRANSFORMERS_5
+@NEEDS_5
 def test_logits_behind_position_4096_are_those_without_the_engine() -> None:
     ranks.run_ranks(_far_positions_of_three, 2)
 

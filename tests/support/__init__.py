@@ -48,5 +48,5 @@ Libraries
     accelerate_loop, examples, weight_server: Scripts as users write them; the examples; the server of examples/rl.
 Tables of cases
     rows, drawn: Small rows in one test, the cells of a large table that the fast run takes; numbers of examples of a property.
-    sources: The package's files and their imports.
+    sources, versions: The package's files and their imports; versions of the installed libraries.
 """

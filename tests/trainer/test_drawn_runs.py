@@ -11,6 +11,7 @@ import torch
 
 from tests.support import ranks, trainers
 from tests.support.rows import slow_but
+from tests.support.versions import PARALLELISM_CONFIG
 from tests.trainer import drawn_runs
 from tests.trainer.drawn_options import changed, draw, full
 
@@ -35,6 +36,7 @@ SHARED = [
 ]
 
 
+@PARALLELISM_CONFIG
 @pytest.mark.parametrize("case", slow_but(SHARED, *SHARED[:2]), ids=lambda case: case[0])
 def test_ranks_that_share_each_batch_train_as_one(case: tuple[str, dict[str, Any]], trainer_models: Path, tmp_path: Path) -> None:
     """The rows of a micro-step have other numbers of labels than those of the next."""
@@ -43,6 +45,7 @@ def test_ranks_that_share_each_batch_train_as_one(case: tuple[str, dict[str, Any
     assert not drawn_runs.compared_over(run, trainer_models, tmp_path)
 
 
+@PARALLELISM_CONFIG
 @pytest.mark.parametrize(
     ("option", "value", "word"), [("label_smoothing_factor", 0.1, "label_smoothing_factor"), ("loss", "function", "compute_loss_func")]
 )
@@ -64,6 +67,7 @@ def _evaluated(run: dict[str, Any], models: Path, folder: Path, config: Any) -> 
         return float(Trainer(model=drawn_runs.model_of(run, models), args=args, eval_dataset=held).evaluate()["eval_loss"])
 
 
+@PARALLELISM_CONFIG
 def test_evaluation_over_slices_keeps_its_label_smoothing(trainer_models: Path, tmp_path: Path) -> None:
     run = {**full({"stage": 3, "model": "llama", "axis": "sequence"}), "label_smoothing_factor": 0.3}
     (plain,) = ranks.run_ranks(_evaluated, 1, run, trainer_models, tmp_path, None, group=False)

@@ -249,3 +249,18 @@ def _without_counters(folder: Path) -> None:
 
 def test_a_checkpoint_without_counters_of_batch_norms_loads(tmp_path: Path) -> None:
     ranks.run_ranks(_without_counters, 2, tmp_path / "resnet")
+
+
+def test_buffers_that_transformers_does_not_load_are_loaded() -> None:
+    """Before 5.15 transformers loads buffers on rank 0 only, and reports the other ranks' as missing, so that they would be drawn."""
+    from hf_zero.integrations.loading import fill_sharded
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False))
+    model.register_buffer("table", torch.zeros(3), persistent=False)
+    model.base_model_prefix = "0"
+    state = {name: torch.randn(value.shape).to(value.dtype) for name, value in model.state_dict().items()}
+    wanted = {**state, "table": torch.zeros(3)}
+    missing = set(wanted)
+    assert fill_sharded(lambda *_: ([], missing), model, {**state, "table": torch.ones(3)}, None) == ([], {"0.weight", "0.bias", "table"})
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, wanted[name]), name

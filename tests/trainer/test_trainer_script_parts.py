@@ -187,7 +187,8 @@ def test_an_optim_argument_without_effect_is_a_warning(monkeypatch: pytest.Monke
     source = SimpleNamespace(config={"optimizer": OPTIMIZER})
     state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(hf_ds_config=source))
     for optim in ("adamw_torch", "sgd"):
-        args = TrainingArguments("out", optim=optim, use_cpu=True, report_to=[])
+        with trainers.clean_state():
+            args = TrainingArguments("out", optim=optim, use_cpu=True, report_to=[])
         trainer = SimpleNamespace(args=args, accelerator=SimpleNamespace(state=state), optimizer=None, lr_scheduler=None)
         trainer_optimizers.with_own_optimizer(lambda *_: (None, None), trainer, 1)
     assert len(said) == 1 and said[0].startswith("TrainingArguments(optim='sgd') has no effect: the configuration has an optimizer section")

@@ -14,7 +14,7 @@ from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.step.agreement import Alike
 from hf_zero.core.step.trained_set import Joining, TrainedSet
 from hf_zero.core.step.untrained import UntrainedGradients
-from hf_zero.core.units.marks import is_elsewhere
+from hf_zero.core.units.marks import is_elsewhere, is_packed
 from hf_zero.core.units.sharded_parameter import set_gradient
 from hf_zero.core.units.unit import Unit, find_unit
 from hf_zero.errors import StateError
@@ -99,9 +99,12 @@ class TrainedUnits:
         return self._reducer.mean_of_waiting(entry.name, param.grad, torch.Size(shape))
 
     def joinable(self) -> list[str]:
-        """Return the names of the parameters of param groups that this rank has and that are in no trained unit, frozen or not; local."""
+        """Return the names of parameters of param groups that this rank has and that are in no trained unit, frozen or not; local.
+
+        Packed values cannot train.
+        """
         self._trained.look()
-        own = (entry.name for entry in self._trained.outside() if not is_elsewhere(entry.param))
+        own = (entry.name for entry in self._trained.outside() if not is_elsewhere(entry.param) and not is_packed(entry.param))
         return list(own) if self._optimizer.takes_more else []
 
     def join(self, names: Container[str]) -> None:

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import MixtralConfig
-from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from hf_zero.core.units.marks import whole_shape
 from tests.parity.fuzzer.grammar import Cell
@@ -48,6 +46,9 @@ class Mixture(nn.Module):
         self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
         self.stacked = kind == "stacked"
         if self.stacked:
+            from transformers import MixtralConfig  # in tests, which need transformers 5 for it
+            from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
             sizes = {"hidden_size": WIDTH, "intermediate_size": INNER, "num_local_experts": EXPERTS}
             self.experts: nn.Module = MixtralExperts(MixtralConfig(**sizes, experts_implementation="eager"))
         else:
