@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib import metadata
 from types import TracebackType
 from typing import Any
 
@@ -314,6 +315,7 @@ def fill_sharded(method: Any, model: nn.Module, state_dict: dict[str, Any], *arg
     loaded = _load_buffers(model, state_dict)
     if isinstance(found, tuple):  # transformers 5 returns the missing names too
         found[1].difference_update(loaded)
+        _require_all_loaded(model, state_dict, found[1])
     conversions: Any = model.__dict__.get("_weight_conversions")
     if conversions is not None:
         model.__dict__["_weight_conversions"] = [conversion for conversion in conversions if _was_used(conversion)]
@@ -331,7 +333,7 @@ def _shared_names(model: nn.Module) -> Iterable[list[str]]:
 @torch.no_grad()
 def _load_buffers(model: Any, state_dict: dict[str, Any]) -> set[str]:
     """Copy the values of ``state_dict`` to persistent buffers, and return the names of these buffers."""
-    loaded, within = set(), f"{getattr(model, 'base_model_prefix', '')}."
+    loaded, within = set(), _within(model)
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix, recurse=False):
             value = state_dict.get(name, state_dict.get(name.removeprefix(within)))  # a checkpoint of the base model has no prefix
@@ -342,6 +344,26 @@ def _load_buffers(model: Any, state_dict: dict[str, Any]) -> set[str]:
                 buffer._is_hf_initialized = True
                 loaded.add(name)
     return loaded
+
+
+def _require_all_loaded(model: Any, state_dict: dict[str, Any], missing: set[str]) -> None:
+    """Raise if weights are ``missing`` that the checkpoint has under their own names: transformers 5.0.0 loses them if it fuses experts."""
+    within = _within(model)
+    lost = sorted(name for name in missing if name in state_dict or name.removeprefix(within) in state_dict)
+    if lost:
+        raise StateError(
+            f"transformers {metadata.version('transformers')} did not load {len(lost)} weights at stage 3 that the checkpoint has, and "
+            f"training would start from random numbers: {_some(lost)}. Version 5.0.0 does this for models with experts: use 5.1 or later"
+        )
+
+
+def _within(model: Any) -> str:
+    """Return the prefix that names of this model have and a checkpoint of its base model lacks."""
+    return f"{getattr(model, 'base_model_prefix', '')}."
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def _was_used(conversion: Any) -> bool:
@@ -415,10 +437,9 @@ def _require_most_weights(model: nn.Module) -> None:
     if 2 * len(missing) <= len(params) or 2 * lost <= sum(elements.values()):
         return
     source = getattr(getattr(model, "config", None), "name_or_path", None) or "the given weights"
-    shown = ", ".join(missing[:_SHOWN]) + (f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else "")
     raise StateError(
         f"from_pretrained({str(source)!r}) into {type(model).__name__}: only {len(params) - len(missing)} of {len(params)} parameters "
-        f"are in the checkpoint, and training would start from random numbers. Missing: {shown}. Either the checkpoint belongs to "
+        f"are in the checkpoint, and training would start from random numbers. Missing: {_some(missing)}. Either the checkpoint belongs to "
         "another architecture, or its names carry a prefix (module., _orig_mod., base_model.), or its tensors were saved empty at "
         f"stage 3 without a gather. To begin with random weights use from_config, or set {ALLOW_VARIABLE}=1"
     )

@@ -253,6 +253,7 @@ def test_a_checkpoint_without_counters_of_batch_norms_loads(tmp_path: Path) -> N
 
 def test_buffers_that_transformers_does_not_load_are_loaded() -> None:
     """Before 5.15 transformers loads buffers on rank 0 only, and reports the other ranks' as missing, so that they would be drawn."""
+    from hf_zero.errors import StateError
     from hf_zero.integrations.loading import fill_sharded
 
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False))
@@ -260,7 +261,9 @@ def test_buffers_that_transformers_does_not_load_are_loaded() -> None:
     model.base_model_prefix = "0"
     state = {name: torch.randn(value.shape).to(value.dtype) for name, value in model.state_dict().items()}
     wanted = {**state, "table": torch.zeros(3)}
-    missing = set(wanted)
-    assert fill_sharded(lambda *_: ([], missing), model, {**state, "table": torch.ones(3)}, None) == ([], {"0.weight", "0.bias", "table"})
+    missing = {"1.running_mean", "table", "head.weight"}
+    assert fill_sharded(lambda *_: ([], missing), model, state, None) == ([], {"table", "head.weight"})
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, wanted[name]), name
+    with pytest.raises(StateError, match=r"did not load 1 weights at stage 3 that the checkpoint has.*: 0\.bias\. Version 5\.0\.0"):
+        fill_sharded(lambda *_: ([], {"0.bias", "head.weight"}), model, state, None)
