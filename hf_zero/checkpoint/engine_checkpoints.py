@@ -432,7 +432,7 @@ def _note(save_dir: Path, place: ObjectPath) -> None:
 def _name_newest(given: str | os.PathLike[str]) -> None:
     """Have the last words of a process name the newest checkpoint; it asks no store, which may take longer than the process has."""
     place = place_of(os.fspath(given))
-    say = partial(folders.say_newest, place) if isinstance(place, Path) else lambda: f"complete checkpoints are in {place}"
+    say = partial(folders.describe_newest, place) if isinstance(place, Path) else lambda: f"complete checkpoints are in {place}"
     signals.name_newest(say)
 
 

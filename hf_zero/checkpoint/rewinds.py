@@ -26,7 +26,7 @@ from hf_zero.checkpoint.snapshots import Snapshots
 from hf_zero.checkpoint.state.beside import divided, restore_beside, states_beside
 from hf_zero.checkpoint.state.training_state import TrainingState
 from hf_zero.comm.collectives import Collectives
-from hf_zero.core.engine import Engine, go_back_too
+from hf_zero.core.engine import Engine, rewound_with_engine
 from hf_zero.core.step.spikes import MOST_REWINDS
 from hf_zero.errors import CheckpointError, StateError
 from hf_zero.observe import log_rank0
@@ -75,7 +75,7 @@ class Rewinds:
         Raises:
             StateError: A scheduler steps the learning rate, and the engine does not know it.
         """
-        found = [*self.objects, *(one for source in go_back_too for one in source(engine))]
+        found = [*self.objects, *(one for source in rewound_with_engine for one in source(engine))]
         groups = engine.optimizer.param_groups
         if not found and engine.lr_scheduler is None and any("initial_lr" in group for group in groups):
             raise StateError(

@@ -9,7 +9,7 @@ Each boundary begins with one message on the host (``core/step/agreement.py``): 
 reports of any rank. The ranks compare the number of micro-steps they have begun, the numbers in their param groups (a scheduler that
 differs, a callback that edits one rank's rate), the parameters they train (``core/step/trained_set.py``) and the parameters they have
 written (``core/step/written.py``). A rank that skipped a batch ends the run on all ranks, with every rank's number. Where ranks hold
-different parts of a model all ranks take part (``Networks.everyone``). To compare a further value, add one more ``Alike``, or one more
+different parts of a model all ranks take part (``Networks.everyone``). To compare a further value, add one more ``SharedFact``, or one more
 number. A forward that raised on one rank, was caught and is run again with the same values is one micro-step
 (``core/engine_parts.py``) and, at stage 3, another pass of the forward in which the other ranks wait ([Note: a forward that is run
 again]); if the rank steps or saves instead, all ranks raise. A backward that breaks off on one rank still takes part in its remaining
@@ -23,7 +23,7 @@ saves then (a script that checks, the engine itself, Trainer, Lightning in ``lig
 that hold one model together vote once more among themselves.
 
 A long wait is reported while it lasts: a thread beside the training (``comm/hang_watch.py``, [Note: long waits]) observes the other
-threads (``comm/standing.py``, ``system/stacks.py``, the only readers of frames) and asks the other ranks through the store. Where waiting
+threads (``comm/rank_status.py``, ``system/stacks.py``, the only readers of frames) and asks the other ranks through the store. Where a wait
 for a collective blocks the process (gloo), a collective that fails or times out raises ``CollectiveError``. The error has the phase, the
 unit and the recent phases of this rank, and the ranks that no longer answer with their hosts: the ranks write once more into the store
 that they met in (``comm/roll_call.py``, [Note: roll call]). On nccl ``wait`` orders a stream and raises nothing: PyTorch's watchdog ends

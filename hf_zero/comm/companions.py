@@ -15,7 +15,7 @@ import time
 import torch.distributed as dist
 
 from hf_zero.comm import hang_watch
-from hf_zero.comm.standing import Standing, look
+from hf_zero.comm.rank_status import RankStatus, look
 
 _PATIENCE = 1.0  # seconds before other ranks are asked: ranks seldom arrive at the same time
 _OFTEN = 0.02
@@ -70,14 +70,14 @@ def _those_of_round(number: int) -> list[int]:
 
 def _is_elsewhere(store: dist.Store, rank: int, question: int) -> bool:
     """Return whether it is certain that ``rank`` will not call before this rank continues."""
-    if not store.check([key := f"standing/{rank}"]):
+    if not store.check([key := f"status/{rank}"]):
         return False
     number, _, text = bytes(store.get(key)).decode().partition(" ")
     if text == hang_watch.ENDED:
         return True
-    return int(number) >= question and _waits_for_this_rank(Standing.from_text(text))
+    return int(number) >= question and _waits_for_this_rank(RankStatus.from_text(text))
 
 
-def _waits_for_this_rank(other: Standing) -> bool:
+def _waits_for_this_rank(other: RankStatus) -> bool:
     own = look().issued
     return bool(other.operation) and other.issued.get(other.group, 0) > own.get(other.group, other.issued.get(other.group, 0))

@@ -1,10 +1,10 @@
 """Report a long wait of a rank: the collective, the ranks it waits for, and where they are; a thread beside the training asks them.
 
 [Note: long waits] If a rank does not reach a collective, the other ranks report nothing until the timeout of its group. One daemon thread
-per rank checks every few seconds where the other threads of its process are (``standing.py``); the training thread does no extra work. If
+per rank checks every few seconds where the other threads of its process are (``rank_status.py``); the training thread does no more work. If
 a thread has waited in one collective for ``hf_zero.hang_report_s``, the daemon asks the other ranks through the store in which the ranks
 met. It uses a connection of its own, because a client of a store serves one call at a time. The daemons of the other ranks poll for such
-questions equally often, and answer with the standing of their ranks. A rank has arrived if it has issued at least as many operations in
+questions equally often, and answer with the status of their ranks. A rank has arrived if it has issued at least as many operations in
 the collective's group as the waiting rank; the report names the other ranks. The store keeps only a counter and one line per rank. The
 daemon never ends a run: the timeout does that.
 """
@@ -25,13 +25,13 @@ from typing import Any
 import torch.distributed as dist
 
 from hf_zero.comm.process_groups import FAKE, default_store
+from hf_zero.comm.rank_status import OF_THE_SCRIPT, RankStatus, groups_of_this_rank, look, moment
 from hf_zero.comm.roll_call import numbered
-from hf_zero.comm.standing import OF_THE_SCRIPT, Standing, groups_of_this_rank, look, moment
 from hf_zero.observe import logger, set_long_wait
 
 KEY = "hf_zero_hang"
 ENDED = "ended"
-"""Message that a rank leaves in place of its standing when it ends, or destroys the default group."""
+"""Message that a rank leaves in place of its status when it ends, or destroys the default group."""
 _OFTEN = 5.0  # longest interval in seconds between two polls in a small world
 _RANKS_PER_SECOND = 500  # polls of the store of rank 0 per second, at most
 _ANSWERS = 0.2  # seconds between two polls for answers
@@ -130,18 +130,18 @@ class _Question:
     Attributes:
         number: Number of the question.
         seconds: Duration of the wait so far.
-        standing: Standing of the rank that asks.
+        status: RankStatus of the rank that asks.
         missing: Ranks that have not answered yet.
         deadline: Time at which the report is made without them.
-        answers: Standings of the ranks that have answered.
+        answers: States of the ranks that have answered.
     """
 
     number: int
     seconds: float
-    standing: Standing
+    status: RankStatus
     missing: list[int]
     deadline: float
-    answers: dict[int, Standing] = field(default_factory=dict)
+    answers: dict[int, RankStatus] = field(default_factory=dict)
 
 
 class HangWatch(threading.Thread):
@@ -212,7 +212,7 @@ class HangWatch(threading.Thread):
         if self._last_answer or self._is_gone():  # a rank that has destroyed the group (accelerate's end_training) joins no more calls
             with suppress(RuntimeError):
                 _require_listener(self._own)
-                self._own.set(f"standing/{self._rank}", f"0 {ENDED}")
+                self._own.set(f"status/{self._rank}", f"0 {ENDED}")
 
     def _is_gone(self) -> bool:
         """Return whether the default group has been destroyed, perhaps just now."""
@@ -243,20 +243,20 @@ class HangWatch(threading.Thread):
             self._collect(self._question)
         elif found is not None and now >= self._due:
             self._due = now + (now - self._since) * (_AGAIN - 1)
-            standing = look(device=True)
-            if standing.operation:
-                self._ask(standing)
+            status = look(device=True)
+            if status.operation:
+                self._ask(status)
 
-    def _answer(self, number: int, standing: Standing) -> None:
-        self._own.set(f"standing/{self._rank}", f"{number} {standing.as_text()}")
+    def _answer(self, number: int, status: RankStatus) -> None:
+        self._own.set(f"status/{self._rank}", f"{number} {status.as_text()}")
         self._answered = number
 
-    def _ask(self, standing: Standing) -> None:
+    def _ask(self, status: RankStatus) -> None:
         number = self._own.add("asked", 1)
-        self._answer(number, standing)
-        others = [rank for rank in self._members(standing.group) if rank != self._rank]
+        self._answer(number, status)
+        others = [rank for rank in self._members(status.group) if rank != self._rank]
         deadline = time.monotonic() + 2 * self._pause() + 3.0
-        self._question = _Question(number, self._seconds_waited(), standing, others, deadline)
+        self._question = _Question(number, self._seconds_waited(), status, others, deadline)
 
     def _members(self, name: str) -> list[int]:
         """Return the ranks of the group of this name; all ranks if it is unknown."""
@@ -268,44 +268,44 @@ class HangWatch(threading.Thread):
         for rank in list(question.missing):
             if self._over.is_set():
                 return
-            if self._own.check([key := f"standing/{rank}"]):
+            if self._own.check([key := f"status/{rank}"]):
                 number, _, text = bytes(self._own.get(key)).decode().partition(" ")
                 if text != ENDED and int(number) >= question.number:
-                    question.answers[rank] = Standing.from_text(text)
+                    question.answers[rank] = RankStatus.from_text(text)
                     question.missing.remove(rank)
         if not question.missing or time.monotonic() > question.deadline:
             self._question = None
-            text = report(self._rank, question.seconds, question.standing, question.answers, question.missing)
+            text = report(self._rank, question.seconds, question.status, question.answers, question.missing)
             set_long_wait(text)
             logger.warning("%s", text)
 
     def _report_without_store(self) -> None:
-        standing = self._question.standing if self._question is not None else look(device=True)
-        if standing.operation:
-            text = _own_part(self._rank, self._seconds_waited(), standing)
+        status = self._question.status if self._question is not None else look(device=True)
+        if status.operation:
+            text = _own_part(self._rank, self._seconds_waited(), status)
             logger.warning("%s. The store in which the ranks met does not answer: the process that keeps it has ended or hangs", text)
 
 
-def report(rank: int, seconds: float, standing: Standing, answers: dict[int, Standing], silent: list[int]) -> str:
+def report(rank: int, seconds: float, status: RankStatus, answers: dict[int, RankStatus], silent: list[int]) -> str:
     """Return the line that reports the wait of ``rank``.
 
     Args:
         rank: The rank that waits.
         seconds: Duration of its wait.
-        standing: Its standing, with the collective it waits for.
-        answers: Standings of the other ranks, by rank.
+        status: Its status, with the collective it waits for.
+        answers: States of the other ranks, by rank.
         silent: Ranks that have not answered.
     """
-    behind = {other: its for other, its in sorted(answers.items()) if its.behind(standing)}
+    behind = {other: its for other, its in sorted(answers.items()) if its.behind(status)}
     # In a vote a rank may wait for a rank that itself waits for another one, in the same vote.
-    late = {other: its for other, its in behind.items() if its.operation != standing.operation} or ({} if silent else behind)
-    elsewhere = {other: its for other, its in sorted(answers.items()) if other not in behind and its.operation != standing.operation}
-    if not (standing.group or late or silent or standing.operation == OF_THE_SCRIPT):  # the creation of a group is not counted
+    late = {other: its for other, its in behind.items() if its.operation != status.operation} or ({} if silent else behind)
+    elsewhere = {other: its for other, its in sorted(answers.items()) if other not in behind and its.operation != status.operation}
+    if not (status.group or late or silent or status.operation == OF_THE_SCRIPT):  # the creation of a group is not counted
         late, elsewhere = elsewhere, {}
-    parts = [_own_part(rank, seconds, standing)]
+    parts = [_own_part(rank, seconds, status)]
     if late:
         parts.append(f"Not come: {_places(late)}")
-        if all(its.operation and standing.behind(its) for its in late.values()):
+        if all(its.operation and status.behind(its) for its in late.values()):
             parts.append(
                 "These ranks wait for each other until the time-out: make the same calls on all ranks, in the same order. At stage 3 that "
                 "includes forwards without gradients (an evaluation, generate) and saves"
@@ -325,25 +325,25 @@ def report(rank: int, seconds: float, standing: Standing, answers: dict[int, Sta
     return ". ".join(parts)
 
 
-def _own_part(rank: int, seconds: float, standing: Standing) -> str:
-    return f"rank {rank} on {standing.host or platform.node()} has waited {seconds:.0f} s for {_wait(standing)}"
+def _own_part(rank: int, seconds: float, status: RankStatus) -> str:
+    return f"rank {rank} on {status.host or platform.node()} has waited {seconds:.0f} s for {_wait(status)}"
 
 
-def _wait(standing: Standing) -> str:
-    phase = f", in {standing.phase}" if standing.phase else ""
-    block = f", block {standing.block}" if standing.phase and standing.block else ""
-    return f"{standing.operation}{phase}{block}, at {standing.place}"
+def _wait(status: RankStatus) -> str:
+    phase = f", in {status.phase}" if status.phase else ""
+    block = f", block {status.block}" if status.phase and status.block else ""
+    return f"{status.operation}{phase}{block}, at {status.place}"
 
 
-def _places(standings: dict[int, Standing]) -> str:
+def _places(statuses: dict[int, RankStatus]) -> str:
     """Return text such as ``rank 2 on node-1 is at data.py:12 in read, 31 s after hf_zero::spread; rank 3 ...``."""
-    named = [f"rank {rank} on {its.host} {_activity(its)}" for rank, its in list(standings.items())[:_NAMED]]
-    return "; ".join(named + [f"and {len(standings) - _NAMED} more ranks"] * (len(standings) > _NAMED))
+    named = [f"rank {rank} on {its.host} {_activity(its)}" for rank, its in list(statuses.items())[:_NAMED]]
+    return "; ".join(named + [f"and {len(statuses) - _NAMED} more ranks"] * (len(statuses) > _NAMED))
 
 
-def _activity(standing: Standing) -> str:
-    if standing.operation:
-        return f"waits for {_wait(standing)}"
-    after = f", {standing.age:.0f} s after {standing.last}" if standing.last else ""
-    phase = f", in {standing.phase}" if standing.phase else ""
-    return f"is at {standing.place}{phase}{after}"
+def _activity(status: RankStatus) -> str:
+    if status.operation:
+        return f"waits for {_wait(status)}"
+    after = f", {status.age:.0f} s after {status.last}" if status.last else ""
+    phase = f", in {status.phase}" if status.phase else ""
+    return f"is at {status.place}{phase}{after}"

@@ -30,7 +30,7 @@ from hf_zero.observe import warn_once
 on_build: list[Callable[[Engine], None]] = []  # the engine is complete
 on_destroy: list[Callable[[Engine], None]] = []  # it is about to free what it trained with
 on_preempted: list[Callable[[Engine], None]] = []  # after a step at which the ranks have agreed that a signal asks them to end
-go_back_too: list[Callable[[Engine], Sequence[Any]]] = []  # objects with a state that a rewind takes back with an engine
+rewound_with_engine: list[Callable[[Engine], Sequence[Any]]] = []  # objects with a state that a rewind takes back with an engine
 reasons_to_wait: list[Callable[[], str]] = []  # why a checkpoint must be complete before its save returns; "" where it need not
 
 _running_scales: list[float] = []  # loss scales of the ``Engine.backward`` calls that run now, innermost last
@@ -260,7 +260,7 @@ class Engine(nn.Module):
                 step_schedule(self.lr_scheduler, lr_kwargs, samples)
         offloaded = self.optimizer.offloaded() if self.clock.memory else {}
         self.clock.end_step(progress.global_steps, samples, offloaded)
-        self.reports.tell(progress, self.optimizer.param_groups, self.scaler.scale)
+        self.reports.report(progress, self.optimizer.param_groups, self.scaler.scale)
         if result.signal:
             self.preemption.agree(result.signal)
             for hook in on_preempted:

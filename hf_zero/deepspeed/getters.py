@@ -339,7 +339,7 @@ def assign(engine: ConfiguredEngine, name: str, value: Any) -> bool:
     plain = name in VALUES and isinstance(value, (bool, int, float, torch.dtype))
     if plain and name in replaced.REMEDIES and value == VALUES[name](engine):
         return True  # nothing changes
-    replaced.tell(name, value, "engine")
+    replaced.report(name, value, "engine")
     return False
 
 

@@ -211,7 +211,7 @@ def _begun(model: nn.Module | None, training_data: Any) -> nn.Module:
         raise ConfigError(f"training_data is {training_data!r}; a dataset is allowed, such as datasets.load_dataset(...)")
     if isinstance(model, PipelineModule):
         require_undivided(model)
-    _watched.tell()
+    _watched.report()
     return model
 
 

@@ -297,7 +297,7 @@ class DeepSpeedOptimizer(ShardedOptimizer):
         return None if self.norm is None else float(self.norm)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        replaced.tell(name, value, "engine.optimizer", method=True)
+        replaced.report(name, value, "engine.optimizer", method=True)
         super().__setattr__(name, value)
 
     def _engine(self) -> Any:

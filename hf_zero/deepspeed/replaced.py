@@ -152,7 +152,7 @@ _ONLY_TOLD = frozenset(
 )
 
 
-def tell(name: str, value: Any, holder: str, method: bool = False) -> None:
+def report(name: str, value: Any, holder: str, method: bool = False) -> None:
     """Report that a script has set ``name`` of ``holder`` to ``value``, if that would change DeepSpeed and does nothing here.
 
     With ``method``, only inner methods count: the engine's optimizer accepts values under names that the engine refuses.
@@ -183,16 +183,16 @@ class Watched:
     def __init__(self, *classes: type) -> None:
         self._made = {one: dict(vars(one)) for one in classes}
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Report names that a script has set on the classes; local.
 
         Raises:
-            StateError: As for ``tell``.
+            StateError: As for ``report``.
         """
         for one, made in self._made.items():
             for name in (REMEDIES.keys() | _CHANGES_TRAINING.keys() | _ONLY_TOLD) & vars(one).keys():
                 if vars(one)[name] is not made.get(name):
-                    tell(name, vars(one)[name], one.__name__)
+                    report(name, vars(one)[name], one.__name__)
 
 
 def _described(value: Any) -> str:

@@ -78,26 +78,26 @@ class _Tie(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
-        ctx.alike = _alike(sources)
+        ctx.layouts = _layouts_of(sources)
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         if not torch.is_grad_enabled():
-            return gradient, *[None] * len(ctx.alike)
-        return gradient, *(tie(zeros, gradient) for zeros in _zeros(ctx.alike))
+            return gradient, *[None] * len(ctx.layouts)
+        return gradient, *(tie(zeros, gradient) for zeros in _zeros(ctx.layouts))
 
 
-_Alike = list[tuple[torch.Size, torch.dtype, torch.device]]
+_Layouts = list[tuple[torch.Size, torch.dtype, torch.device]]
 
 
-def _alike(tensors: Iterable[torch.Tensor]) -> _Alike:
+def _layouts_of(tensors: Iterable[torch.Tensor]) -> _Layouts:
     return [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
 
 
-def _zeros(alike: _Alike) -> Iterator[torch.Tensor]:
+def _zeros(layouts: _Layouts) -> Iterator[torch.Tensor]:
     """Yield zeros of each shape, which occupy the memory of one element."""
-    return (torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in alike)
+    return (torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in layouts)
 
 
 def tie(output: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
@@ -113,12 +113,12 @@ class _Idle(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        ctx.weights, ctx.alike = weights, _alike(weights)
+        ctx.weights, ctx.layouts = weights, _layouts_of(weights)
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
-        return beside_idle(gradient, ctx.weights), *_zeros(ctx.alike)
+        return beside_idle(gradient, ctx.weights), *_zeros(ctx.layouts)
 
 
 def beside_idle(output: torch.Tensor, weights: Iterable[torch.Tensor]) -> torch.Tensor:

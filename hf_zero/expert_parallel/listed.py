@@ -58,7 +58,7 @@ class ListedLayer:
         self._forward = module.forward
         self._calls: _Calls | None = None
         for index, expert in enumerate(experts):
-            expert.forward = partial(self._stand_in, index)  # type: ignore[method-assign]
+            expert.forward = partial(self._skip_expert, index)  # type: ignore[method-assign]
         module.forward = self.run  # type: ignore[method-assign]
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,7 +82,7 @@ class ListedLayer:
             raise self._differs(f"{len(calls.noted)} calls in the first run, {calls.answered} in the second")
         return _tied(output, results) if torch.is_grad_enabled() and results.requires_grad else output
 
-    def _stand_in(self, index: int, tokens: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _skip_expert(self, index: int, tokens: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Record a call of expert ``index``, or return its result; replaces its forward."""
         if args or kwargs or not isinstance(tokens, torch.Tensor):
             raise UnsupportedError(

@@ -21,7 +21,7 @@ from hf_zero.integrations import callers, methods
 from hf_zero.integrations.experts import dispatch_in_table
 from hf_zero.integrations.metrics import count_samples_once
 from hf_zero.integrations.parallelism import claims_of_accelerate, require_divided
-from hf_zero.integrations.preemption import listen_where_wanted, save_by_itself
+from hf_zero.integrations.preemption import listen_if_configured, save_by_itself
 from hf_zero.integrations.saves import keeps_too_few, wrap_saves, writes_on_its_node
 from hf_zero.integrations.trainer_snapshots import note_accelerator, schedulers_of
 from hf_zero.integrations.typed_values import config_of_launcher
@@ -111,12 +111,12 @@ def _autos(node: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 
 __all__ = ["initialize"]
 
-engine.on_build += [require_divided, wrap_saves, count_samples_once, listen_where_wanted, serve_offload]
+engine.on_build += [require_divided, wrap_saves, count_samples_once, listen_if_configured, serve_offload]
 engine.on_build += [note_accelerator, count_steps_of_groups]
 engine.on_preempted.append(save_by_itself)
 engine.on_destroy.append(restore_plain_model)
 engine.reasons_to_wait.append(keeps_too_few)
-engine.go_back_too.append(schedulers_of)
+engine.rewound_with_engine.append(schedulers_of)
 held_weights.wanted_here.append(writes_on_its_node)
 mesh.sources.append(claims_of_accelerate)
 apply.tables.append(dispatch_in_table)

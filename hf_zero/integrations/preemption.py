@@ -71,7 +71,7 @@ def end_preempted() -> NoReturn:
 # -- engines ----------------------------------------------------------------------------------------------------------
 
 
-def listen_where_wanted(engine: Engine) -> None:
+def listen_if_configured(engine: Engine) -> None:
     """Let a new engine record signals if the configuration or a running Trainer reacts to them.
 
     Raises:

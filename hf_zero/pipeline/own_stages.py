@@ -216,7 +216,7 @@ class Run:
             raise _StageIsOver
         self._place += 1
         own = stage == self._index
-        result = self._run(original, args, kwargs) if own else self._stand_in(path, place, args, kwargs)
+        result = self._run(original, args, kwargs) if own else self._placeholder_outputs(path, place, args, kwargs)
         if own and self._grad:
             self._results += [tensor for _, tensor in tensors_in(result)]  # a graph of torch.compile cannot read ``grad_fn``
         if place in self._outgoing:
@@ -258,11 +258,11 @@ class Run:
         counted = iter(range(len(list(tensors_in(result)))))
         return map_tensors(result, lambda tensor: tensor.clone() if next(counted) in leaves else tensor)
 
-    def _stand_in(self, path: str, place: int, args: Any, kwargs: Any) -> Any:
+    def _placeholder_outputs(self, path: str, place: int, args: Any, kwargs: Any) -> Any:
         """Return a replacement of the result of an earlier stage's call: received tensors and placeholders."""
         templates, device = self._own.templates, self._own.device
         if place not in self._incoming:
-            return templates.stand_in(path, args, kwargs, device)
+            return templates.outputs_for(path, args, kwargs, device)
         template = templates.result(path, args, kwargs)
         metas = [tensor for _, tensor in tensors_in(template)]
         leaves = [crossing.leaf for crossing in self._incoming[place]]

@@ -68,7 +68,7 @@ class Templates:
                 self._keeps_shape.add(path)
         return self._known[key]
 
-    def stand_in(self, path: str, args: Any, kwargs: Any, device: torch.device) -> Any:
+    def outputs_for(self, path: str, args: Any, kwargs: Any, device: torch.device) -> Any:
         """Return the result of a call of the module ``path`` with placeholders for its tensors; see ``result``."""
         first = args[0] if args else None
         if path in self._keeps_shape and isinstance(first, torch.Tensor):  # nearly all calls

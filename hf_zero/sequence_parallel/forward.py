@@ -20,7 +20,7 @@ from hf_zero.sequence_parallel.batches import cache_in, is_slice
 from hf_zero.sequence_parallel.images import DividedImages
 from hf_zero.sequence_parallel.masks import WholeMasks
 from hf_zero.sequence_parallel.positions import OwnPositions, WholeRotary, require_even_temperature
-from hf_zero.sequence_parallel.sliceable import NO_ROUTERS, ROUTERS, StandIn, require_sliceable, shifts_slices
+from hf_zero.sequence_parallel.sliceable import NO_ROUTERS, ROUTERS, ReplaceAttention, require_sliceable, shifts_slices
 from hf_zero.sequence_parallel.whole_inputs import WholeInputs
 from hf_zero.sequence_parallel.whole_results import KEPT
 from hf_zero.system.trees import tensors_in
@@ -109,14 +109,14 @@ class SliceSettings:
         whole_in_eval: Forwards in evaluation mode are over whole sequences, unless the tokens come from an adapter.
         length: Tokens of every whole sequence; None where they vary.
         prepare: Replaces ``implementation``'s attention function by the one that exchanges heads.
-        stand_in: Returns a context in which another function stands there.
+        replace_attention: Returns a context in which another function stands there.
     """
 
     implementation: str | None
     whole_in_eval: bool
     length: int | None
     prepare: Callable[[str], None]
-    stand_in: StandIn
+    replace_attention: ReplaceAttention
 
 
 _bound: WeakKeyDictionary[nn.Module, BoundForwards] = WeakKeyDictionary()
@@ -204,7 +204,7 @@ class SlicedForwards(BoundForwards):
 
     def __init__(self, model: nn.Module, collectives: Collectives, settings: SliceSettings) -> None:
         super().__init__(settings)
-        implementation, flow = require_sliceable(model, collectives.world, settings.implementation, settings.stand_in)
+        implementation, flow = require_sliceable(model, collectives.world, settings.implementation, settings.replace_attention)
         self.collectives = collectives
         self.implementation = implementation
         settings.prepare(implementation)

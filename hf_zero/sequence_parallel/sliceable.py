@@ -25,13 +25,15 @@ _TABLE, _LIBRARY = "ALL_ATTENTION_FUNCTIONS", "transformers.modeling_utils"
 _ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "attention", "dense", "sparse", "global_attention")
 
 
-StandIn = Callable[[str, Callable[..., Any]], Any]
+ReplaceAttention = Callable[[str, Callable[..., Any]], Any]
 """Return a context in which a function stands in the place of an attention implementation of transformers."""
 _SERVED = ("sdpa", "eager")
 _TOKEN_TASKS = ("ForMaskedLM", "ForTokenClassification", "Model")  # endings of the names of models with one output per token
 
 
-def require_sliceable(model: nn.Module, ranks: int, implementation: str | None, stand_in: StandIn) -> tuple[str, TokenFlow | None]:
+def require_sliceable(
+    model: nn.Module, ranks: int, implementation: str | None, replace_attention: ReplaceAttention
+) -> tuple[str, TokenFlow | None]:
     """Return the attention implementation of a transformers model that can be trained over slices, and where its tokens meet.
 
     That is None for a text model whose tokens meet in attention of the interface alone and that takes positions: its forward can be given
@@ -41,7 +43,7 @@ def require_sliceable(model: nn.Module, ranks: int, implementation: str | None, 
         model: The model, or an adapter around it.
         ranks: Size of the sequence-parallel group.
         implementation: What the script asks for; None takes the model's.
-        stand_in: Lets a function stand for attention of the interface.
+        replace_attention: Lets a function stand for attention of the interface.
 
     Raises:
         ConfigError: The model has another implementation, or heads that do not divide.
@@ -49,7 +51,7 @@ def require_sliceable(model: nn.Module, ranks: int, implementation: str | None, 
     """
     found = attention_of(model)
     _require_causal(model)
-    flow = _token_flow(model, ranks, found, stand_in) if reason_to_cut_layers(model) else None
+    flow = _token_flow(model, ranks, found, replace_attention) if reason_to_cut_layers(model) else None
     if flow is None or flow.heads:
         require_made_with(found, implementation)
     heads = _heads(model.config)
@@ -97,12 +99,12 @@ def attention_of(model: nn.Module) -> str:
     return str(found)
 
 
-def _token_flow(model: nn.Module, ranks: int, implementation: str, stand_in: StandIn) -> TokenFlow:
+def _token_flow(model: nn.Module, ranks: int, implementation: str, replace_attention: ReplaceAttention) -> TokenFlow:
     """Return where tokens meet; refuse models where slices cannot."""
     base = _inside(model)
     name = type(base).__name__
     try:
-        flow = find_token_flow(model, ranks, partial(stand_in, implementation))
+        flow = find_token_flow(model, ranks, partial(replace_attention, implementation))
     except Exception as error:  # noqa: BLE001 - whatever the model raises
         raise UnsupportedError(
             f"sequence parallelism: {name} ({reason_to_cut_layers(model)}) cannot be looked into, because it does not run on tensors "

@@ -318,13 +318,13 @@ class _TokenFunctions(_Functions):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-def find_token_flow(model: nn.Module, ranks: int, stand_in: Callable[[Callable[..., Any]], Any]) -> TokenFlow:
+def find_token_flow(model: nn.Module, ranks: int, replace_attention: Callable[[Callable[..., Any]], Any]) -> TokenFlow:
     """Return where tokens meet in ``model``.
 
     Args:
         model: A causal language model of transformers; stays as it is.
         ranks: Ranks of a sequence-parallel group.
-        stand_in: Returns a context in which the given function stands for attention of the interface.
+        replace_attention: Returns a context in which the given function stands for attention of the interface.
 
     Raises:
         Exception: The model's own error: it does not run on tokens without values.
@@ -333,19 +333,21 @@ def find_token_flow(model: nn.Module, ranks: int, stand_in: Callable[[Callable[.
     failed: Exception | None = None
     for multiple in (1, _MULTIPLE):  # some take multiples of something only
         try:
-            return _flow_of(copy, _inputs(copy, multiple), ranks, stand_in)
+            return _flow_of(copy, _inputs(copy, multiple), ranks, replace_attention)
         except Exception as error:  # noqa: BLE001 - whatever the model raises
             failed = failed or error
     assert failed is not None
     raise failed
 
 
-def _flow_of(copy: nn.Module, inputs: dict[str, torch.Tensor], ranks: int, stand_in: Callable[[Callable[..., Any]], Any]) -> TokenFlow:
+def _flow_of(
+    copy: nn.Module, inputs: dict[str, torch.Tensor], ranks: int, replace_attention: Callable[[Callable[..., Any]], Any]
+) -> TokenFlow:
     lists = _lists(copy)
-    tracer = _settled(copy, inputs, _entries(copy, lists), ranks, stand_in)
+    tracer = _settled(copy, inputs, _entries(copy, lists), ranks, replace_attention)
     mixing = {path for path in lists if any(found.startswith(f"{path}.") for found in _meetings(tracer))}
     if len(mixing) not in (0, len(lists)):  # lists of embeddings or of heads are no layers
-        tracer = _settled(copy, inputs, _entries(copy, [path for path in lists if path in mixing]), ranks, stand_in)
+        tracer = _settled(copy, inputs, _entries(copy, [path for path in lists if path in mixing]), ranks, replace_attention)
     return _findings(tracer)
 
 
@@ -355,12 +357,12 @@ def _meetings(tracer: _TokenTracer) -> list[str]:
 
 
 def _settled(
-    copy: nn.Module, inputs: dict[str, torch.Tensor], items: list[str], ranks: int, stand_in: Callable[[Callable[..., Any]], Any]
+    copy: nn.Module, inputs: dict[str, torch.Tensor], items: list[str], ranks: int, replace_attention: Callable[[Callable[..., Any]], Any]
 ) -> _TokenTracer:
     """Return a run to the end, in which every module that mixes tokens is taken as a whole."""
     modules, mixers = dict(copy.named_modules()), dict[str, str]()
     while True:
-        tracer = _run(copy, inputs, items, mixers, ranks, stand_in)
+        tracer = _run(copy, inputs, items, mixers, ranks, replace_attention)
         if tracer.found is None:
             return tracer
         path, reason = tracer.found
@@ -446,7 +448,7 @@ def _run(
     items: list[str],
     mixers: dict[str, str],
     ranks: int,
-    stand_in: Callable[[Callable[..., Any]], Any],
+    replace_attention: Callable[[Callable[..., Any]], Any],
 ) -> _TokenTracer:
     tracer = _TokenTracer(model, inputs, items, mixers, ranks)
 
@@ -456,7 +458,7 @@ def _run(
         return tracer.attention(query, key, value, kwargs), None
 
     with (
-        stand_in(attend),
+        replace_attention(attend),
         _functions_stand_in(model, tracer),
         watching(model, tracer),
         torch.no_grad(),

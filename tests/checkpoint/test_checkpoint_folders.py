@@ -74,7 +74,7 @@ def test_a_clock_that_was_set_back_makes_no_checkpoint_newer(tmp_path: Path) -> 
         [("late", '{"counters": {"global_steps": 30}}'), ("early", '{"counters": {"global_steps": 20}}'), ("none", '{"counters": 5}')]
     ):
         os.utime(_finalized(tmp_path, tag, text) / "complete", ns=(number, number))
-    assert folders.newest_complete(tmp_path) == tmp_path / "late" and str(tmp_path / "late") in folders.say_newest(tmp_path)
+    assert folders.newest_complete(tmp_path) == tmp_path / "late" and str(tmp_path / "late") in folders.describe_newest(tmp_path)
     os.utime(_finalized(tmp_path, "other", '{"counters": {"global_steps": 30}}') / "complete", ns=(9, 9))
     assert folders.newest_complete(tmp_path) == tmp_path / "other"
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import hf_zero
 from hf_zero.comm import companions, hang_watch
-from hf_zero.comm.standing import Standing
+from hf_zero.comm.rank_status import RankStatus
 from tests.support import ranks
 from tests.support.processes import until
 
@@ -19,18 +19,18 @@ from tests.support.processes import until
     ("text", "elsewhere"),
     [
         (f"0 {hang_watch.ENDED}", True),
-        (f"7 {Standing('barrier', '0', issued={'0': 5}).as_text()}", True),  # this rank has issued 4 in the group of both
-        (f"6 {Standing('barrier', '0', issued={'0': 5}).as_text()}", False),  # an answer to a question before
-        (f"7 {Standing('all_reduce', '0', issued={'0': 4}).as_text()}", False),  # of which this rank has issued its part
-        (f"7 {Standing('all_reduce', '9', issued={'0': 5, '9': 5}).as_text()}", False),  # in a group without this rank
-        (f"7 {Standing('', '', issued={'0': 5}).as_text()}", False),  # it computes, and may come
+        (f"7 {RankStatus('barrier', '0', issued={'0': 5}).as_text()}", True),  # this rank has issued 4 in the group of both
+        (f"6 {RankStatus('barrier', '0', issued={'0': 5}).as_text()}", False),  # an answer to a question before
+        (f"7 {RankStatus('all_reduce', '0', issued={'0': 4}).as_text()}", False),  # of which this rank has issued its part
+        (f"7 {RankStatus('all_reduce', '9', issued={'0': 5, '9': 5}).as_text()}", False),  # in a group without this rank
+        (f"7 {RankStatus('', '', issued={'0': 5}).as_text()}", False),  # it computes, and may come
     ],
 )
 def test_where_another_rank_is(text: str, elsewhere: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(companions, "look", lambda: Standing(issued={"0": 4}))
+    monkeypatch.setattr(companions, "look", lambda: RankStatus(issued={"0": 4}))
     store = dist.HashStore()
     assert not companions._is_elsewhere(store, 1, 7)
-    store.set("standing/1", text)
+    store.set("status/1", text)
     assert companions._is_elsewhere(store, 1, 7) is elsewhere
 
 

@@ -22,10 +22,10 @@ import torch.distributed as dist
 
 import hf_zero
 from hf_zero import observe
-from hf_zero.comm import hang_watch, standing
+from hf_zero.comm import hang_watch, rank_status
 from hf_zero.comm.collectives import _collective_error
 from hf_zero.comm.hang_watch import HangWatch, LongWaits, report
-from hf_zero.comm.standing import Standing
+from hf_zero.comm.rank_status import RankStatus
 from hf_zero.system import stacks
 from tests.support import processes, ranks
 
@@ -203,44 +203,44 @@ def _threads_after_a_while() -> list[str]:
     return _threads()
 
 
-WAITS = Standing("hf_zero::vote (x)", "1", "a.py:1 in f", issued={"0": 3, "1": 7}, host="node-0")
+WAITS = RankStatus("hf_zero::vote (x)", "1", "a.py:1 in f", issued={"0": 3, "1": 7}, host="node-0")
 
 
 @pytest.mark.parametrize(
     ("answers", "silent", "end"),
     [
-        ({1: Standing("hf_zero::vote (x)", "1", "a.py:1 in f", issued={"1": 7})}, [], "All ranks have reached this collective, so "),
-        ({1: Standing(place="b.py:2 in g", issued={"0": 9, "1": 6}, host="h")}, [], "Not come: rank 1 on h is at b.py:2 in g"),
+        ({1: RankStatus("hf_zero::vote (x)", "1", "a.py:1 in f", issued={"1": 7})}, [], "All ranks have reached this collective, so "),
+        ({1: RankStatus(place="b.py:2 in g", issued={"0": 9, "1": 6}, host="h")}, [], "Not come: rank 1 on h is at b.py:2 in g"),
         # It has issued its part and computes; and more elsewhere.
         (
-            {1: Standing(place="b.py:2 in g", issued={"0": 9, "1": 7}, host="h")},
+            {1: RankStatus(place="b.py:2 in g", issued={"0": 9, "1": 7}, host="h")},
             [],
             "is slow or broken. Elsewhere: rank 1 on h is at b.py:2",
         ),
         # Rank 1 has come to another place than the making of a group, which no back end counts.
         (
-            {1: Standing(place="b.py:2 in g", issued={"1": 7}, host="h")},
+            {1: RankStatus(place="b.py:2 in g", issued={"1": 7}, host="h")},
             None,
             "new_group, at a.py:1 in f. Not come: rank 1 on h is at b.py:2",
         ),
         # Rank 1 waits for rank 2, in the same vote.
         (
-            {1: Standing("hf_zero::vote (x)", "1", issued={"1": 6}), 2: Standing(place="b.py:2 in g", issued={"1": 5}, host="h")},
+            {1: RankStatus("hf_zero::vote (x)", "1", issued={"1": 6}), 2: RankStatus(place="b.py:2 in g", issued={"1": 5}, host="h")},
             [],
             "f. Not come: rank 2 on h is at b.py:2 in g",
         ),
         # Rank 1 waits in another group for this rank.
         (
-            {1: Standing("barrier", "0", "b.py:2 in g", issued={"0": 4, "1": 6}, host="h")},
+            {1: RankStatus("barrier", "0", "b.py:2 in g", issued={"0": 4, "1": 6}, host="h")},
             [],
             "Not come: rank 1 on h waits for barrier, at b.py:2 in g. These ranks wait for each other until the time-out: make the same",
         ),
-        ({1: Standing("hf_zero::vote (x)", "1", issued={"1": 6})}, [2, 3], "f. No answer from ranks 2 and 3: ended, stopped"),
+        ({1: RankStatus("hf_zero::vote (x)", "1", issued={"1": 6})}, [2, 3], "f. No answer from ranks 2 and 3: ended, stopped"),
         ({}, list(range(1, 12)), "f. No answer from ranks 1, 2, 3, 4, 5, 6, 7 and 8 and 3 more: ended"),
-        ({rank: Standing(place="b", host="h", issued={"1": 0}) for rank in range(1, 11)}, [], "rank 8 on h is at b; and 2 more ranks"),
+        ({rank: RankStatus(place="b", host="h", issued={"1": 0}) for rank in range(1, 11)}, [], "rank 8 on h is at b; and 2 more ranks"),
     ],
 )
-def test_who_is_named(answers: dict[int, Standing], silent: list[int] | None, end: str) -> None:
+def test_who_is_named(answers: dict[int, RankStatus], silent: list[int] | None, end: str) -> None:
     waits = WAITS if silent is not None else replace(WAITS, operation="new_group", group="")
     line = report(0, 31.4, waits, answers, silent or [])
     assert line.startswith(f"rank 0 on node-0 has waited 31 s for {waits.operation}, at a.py:1 in f. ")
@@ -256,7 +256,7 @@ def test_the_error_that_ends_a_wait_repeats_its_report(monkeypatch: pytest.Monke
     try:
         watch._look()
         watch._look()  # asks
-        store.set("standing/1", f"1 {Standing(place='b.py:2 in g', issued={'1': 6}, host='h').as_text()}")
+        store.set("status/1", f"1 {RankStatus(place='b.py:2 in g', issued={'1': 6}, host='h').as_text()}")
         watch._look()
         said = " s for hf_zero::vote (x), at a.py:1 in f. Not come: rank 1 on h is at b.py:2 in g."
         assert said in str(_collective_error("hf_zero::vote (x)", RuntimeError("closed"))) and said in observe.long_wait()
@@ -268,7 +268,7 @@ def test_the_error_that_ends_a_wait_repeats_its_report(monkeypatch: pytest.Monke
 
 
 def test_a_standing_travels_as_it_is() -> None:
-    assert Standing.from_text(WAITS.as_text()) == WAITS
+    assert RankStatus.from_text(WAITS.as_text()) == WAITS
 
 
 def _waits_by_itself(future: torch.futures.Future[int]) -> None:
@@ -279,9 +279,9 @@ def test_a_wait_of_a_script_for_its_own_work_is_seen() -> None:
     future: torch.futures.Future[int] = torch.futures.Future()
     waiting = threading.Thread(target=_waits_by_itself, args=(future,))
     waiting.start()
-    processes.until(lambda: standing._operation(sys._current_frames()[waiting.ident or 0], main=True), "the thread's wait")
+    processes.until(lambda: rank_status._operation(sys._current_frames()[waiting.ident or 0], main=True), "the thread's wait")
     frame = sys._current_frames()[waiting.ident or 0]
-    found, beside, place = standing._operation(frame, main=True), standing._operation(frame, main=False), stacks.place(frame)
+    found, beside, place = rank_status._operation(frame, main=True), rank_status._operation(frame, main=False), stacks.place(frame)
     future.set_result(0)
     waiting.join()
     assert found == ("a wait of the script's", None) and beside is None
@@ -332,7 +332,7 @@ def test_a_process_does_not_end_while_the_thread_is_in_the_store(monkeypatch: py
     assert own.called.wait(processes.MOST_SECONDS)
     watch.stop(process=True)
     assert not watch.is_alive()
-    assert own.get("standing/0") == b"0 " + hang_watch.ENDED.encode()
+    assert own.get("status/0") == b"0 " + hang_watch.ENDED.encode()
 
 
 def test_a_store_nobody_listens_for_is_noticed_without_asking_it() -> None:
@@ -358,11 +358,11 @@ def test_a_host_that_stands_still_waits_where_its_device_has_not_finished(finish
         raise RuntimeError("no back end")
 
     group = SimpleNamespace(_device_types=[torch.device("cuda")], _get_backend=uncounted)
-    monkeypatch.setattr(standing, "default_device", lambda: torch.device("cuda", 0))
-    monkeypatch.setattr(standing, "groups_of_this_rank", lambda: [group])
+    monkeypatch.setattr(rank_status, "default_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(rank_status, "groups_of_this_rank", lambda: [group])
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda _device: SimpleNamespace(query=lambda: finished))
     found: list[Any] = []
-    looking = threading.Thread(target=lambda: found.extend([standing.look(device=True), standing.look(), standing.moment()]))
+    looking = threading.Thread(target=lambda: found.extend([rank_status.look(device=True), rank_status.look(), rank_status.moment()]))
     looking.start()
     looking.join()
     asked, unasked, moment = found

@@ -178,7 +178,7 @@ class Background:
                 if self._rank == 0:
                     task.commit(told, [written, *self._others(task, [one["process"] for one in told])])
                 else:
-                    task.target.tell(staging.note_of(self._rank), written.to_json())
+                    task.target.leave_note(staging.note_of(self._rank), written.to_json())
             running.done = True
         except Exception as error:  # kept for ``finish``, which tells all ranks
             running.error = error
@@ -204,12 +204,12 @@ class Background:
                 written = None
                 if name in present:  # a store over files lists a file while it is being written
                     limit = LIMIT_BYTES + sum(present.values()) // _DESCRIBED_BYTES
-                    written = Written.from_json(task.target.take(name, limit), str(task.target.folder / name))
+                    written = Written.from_json(task.target.take_note(name, limit), str(task.target.folder / name))
                 if written is not None:
                     found[rank] = written
                     waiting.discard(rank)
                 elif failed in present:
-                    raise _ToldByRank(f"{task.target.take(failed, SMALL_BYTES).strip()} (rank {rank})")
+                    raise _ToldByRank(f"{task.target.take_note(failed, SMALL_BYTES).strip()} (rank {rank})")
                 elif rank in dead:  # it was so before its note was looked for
                     raise CheckpointError(f"the process of rank {rank} died while it wrote its shards")
             if present != sizes:
@@ -293,7 +293,7 @@ class _Running:
         if self.done:
             return ""
         try:
-            newest = folders.say_newest(self.target.save_dir)
+            newest = folders.describe_newest(self.target.save_dir)
         except OSError as error:
             newest = f"the newest complete checkpoint cannot be determined: {error}"
         cause = str(self.error) or type(self.error).__name__ if self.error is not None else "the process ends before it is written"
@@ -329,6 +329,6 @@ def _wait_before_pools_end(running: _Running) -> None:
 def _tell(target: Target, name: str, error: Exception) -> None:
     """Leaves a message for rank 0, if the file system still takes one; else rank 0 waits until its time is out."""
     try:
-        target.tell(name, str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}")
+        target.leave_note(name, str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}")
     except OSError as second:
         logger.error("the failure of this save could not be reported to rank 0: %s", second)

@@ -259,7 +259,7 @@ def _marker_text(folder: Place) -> str:
         raise  # a store that does not answer says nothing about the checkpoint
 
 
-def say_newest(save_dir: Place) -> str:
+def describe_newest(save_dir: Place) -> str:
     """Return a sentence on the newest complete checkpoint: in ``save_dir``, else beside it (Trainer and Accelerate make a folder for
     each).
     """

@@ -213,7 +213,7 @@ class StoreSave:
 
     # -- notes of ranks that write in the background
 
-    def tell(self, name: str, text: str) -> None:
+    def leave_note(self, name: str, text: str) -> None:
         """Leave a note for rank 0."""
         (self.folder / name).put(text.encode())
 
@@ -221,7 +221,7 @@ class StoreSave:
         """Return the names and sizes of the objects so far."""
         return {name: size for name, size in self.folder.listed().items() if size is not None}
 
-    def take(self, name: str, limit_bytes: int) -> str:
+    def take_note(self, name: str, limit_bytes: int) -> str:
         """Return the text of a note, and delete it."""
         text = (self.folder / name).get(limit_bytes).decode()
         (self.folder / name).remove()

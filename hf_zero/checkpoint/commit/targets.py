@@ -67,7 +67,7 @@ class FolderSave:
         """Remove the hidden folder after a failure; every rank may call it."""
         staging.abandon(self.folder)
 
-    def tell(self, name: str, text: str) -> None:
+    def leave_note(self, name: str, text: str) -> None:
         """Leave a note for rank 0."""
         own_files.write_text(self.folder / name, text)
 
@@ -75,7 +75,7 @@ class FolderSave:
         """Return the names and sizes of the files so far."""
         return {name: found.st_size for name, found in own_files.present_files(self.folder).items()}
 
-    def take(self, name: str, limit_bytes: int) -> str:
+    def take_note(self, name: str, limit_bytes: int) -> str:
         """Return the text of a note, and remove it."""
         text = read_text(self.folder / name, limit_bytes)
         own_files.remove_file(self.folder / name)

@@ -18,7 +18,7 @@ from torch import nn
 from hf_zero.core.schedule.torch_internals import is_compiled_wrapper
 from hf_zero.core.units.marks import is_of_library, is_wrapped
 from hf_zero.core.units.names import bare_name, named_buffers, named_params, saved_name
-from hf_zero.core.units.sharded_parameter import StandIn
+from hf_zero.core.units.sharded_parameter import Valueless
 from hf_zero.errors import CheckpointError, StateError
 from hf_zero.observe import warn_once
 
@@ -163,4 +163,4 @@ class _Held:
         """Return whether ``value`` is such a parameter or buffer, a placeholder of a sharded parameter, or a view of a parameter."""
         if not isinstance(value, torch.Tensor):
             return False
-        return isinstance(value, StandIn) or id(value) in self.tensors or value.untyped_storage().data_ptr() in self.storages
+        return isinstance(value, Valueless) or id(value) in self.tensors or value.untyped_storage().data_ptr() in self.storages

@@ -223,7 +223,7 @@ def has_no_values(tensor: torch.Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Alike:
+class SharedFact:
     """A fact that must be the same on all ranks.
 
     Attributes:
@@ -253,7 +253,7 @@ class Agreed(NamedTuple):
     reads: bool
 
 
-def agree(collectives: Collectives, alike: Sequence[Alike], anywhere: Sequence[int] = ()) -> list[int]:
+def agree(collectives: Collectives, facts: Sequence[SharedFact], anywhere: Sequence[int] = ()) -> list[int]:
     """Compare the facts of all ranks in one message; collective, on the host.
 
     The message has a digest of 24 bits for all facts that must be the same. The number of micro-steps is one of the facts, so the digest
@@ -261,18 +261,18 @@ def agree(collectives: Collectives, alike: Sequence[Alike], anywhere: Sequence[i
 
     Args:
         collectives: Network of the ranks.
-        alike: Facts that must be the same on all ranks; for the first that differs, ``refuse`` is called.
+        facts: Facts that must be the same on all ranks; for the first that differs, ``refuse`` is called.
         anywhere: Numbers of this rank; the result is the maximum over ranks.
 
     Returns:
         For each number in ``anywhere``, its maximum over all ranks.
     """
-    brought = [array("d", one.numbers).tobytes() for one in alike]
+    brought = [array("d", one.numbers).tobytes() for one in facts]
     digest = int.from_bytes(hashlib.blake2b(b"".join(brought), digest_size=3).digest(), "big")
     most, least, *answers = collectives.largest_of([digest, -digest, *anywhere], "micro-steps")
     if most != -least:
         by_rank = collectives.gather_objects(brought, "what differs at the boundary")
-        next(one for index, one in enumerate(alike) if len({line[index] for line in by_rank}) > 1).refuse(collectives)
+        next(one for index, one in enumerate(facts) if len({line[index] for line in by_rank}) > 1).refuse(collectives)
     return [int(answer) for answer in answers]
 
 
@@ -284,7 +284,7 @@ def _ranks_by(value: T, label: str, collectives: Collectives) -> list[tuple[T, l
     return sorted(found.items())
 
 
-def same_call(what: str) -> Alike:
+def same_call(what: str) -> SharedFact:
     """Return the function that the script has called as a fact for a vote; all votes between a backward and its step begin with it.
 
     The error is a StateError that names the ranks and their calls.
@@ -297,10 +297,10 @@ def same_call(what: str) -> Alike:
             "rank, and print or log on one rank afterwards"
         )
 
-    return Alike([zlib.crc32(what.encode())], refuse)
+    return SharedFact([zlib.crc32(what.encode())], refuse)
 
 
-def same_micro_steps(micro_steps: int) -> Alike:
+def same_micro_steps(micro_steps: int) -> SharedFact:
     """Return the number of micro-steps as a fact for a vote, which detects ranks that make fewer or more of them than others.
 
     Args:
@@ -319,7 +319,7 @@ def same_micro_steps(micro_steps: int) -> Alike:
             "of batches, and let an exception end the run"
         )
 
-    return Alike([micro_steps], refuse)
+    return SharedFact([micro_steps], refuse)
 
 
 _NOTHING = 1e30  # stands for values that are not numbers
@@ -338,7 +338,7 @@ def facts_of(optimizer: torch.optim.Optimizer) -> list[str]:
     return lines
 
 
-def same_groups(optimizer: torch.optim.Optimizer) -> Alike:
+def same_groups(optimizer: torch.optim.Optimizer) -> SharedFact:
     """Return the numeric hyper-parameters of ``optimizer`` as a fact for the vote of a boundary.
 
     If a scheduler differs on a rank, or a callback changes one rank's learning rate, each rank would update its part of the parameters by a
@@ -362,10 +362,10 @@ def same_groups(optimizer: torch.optim.Optimizer) -> Alike:
                 numbers.append(value)
             else:
                 numbers.extend(_numbers(value))
-    return Alike(numbers, refuse)
+    return SharedFact(numbers, refuse)
 
 
-def same_clipping(max_norm: float) -> Alike:
+def same_clipping(max_norm: float) -> SharedFact:
     """Return the norm that gradients are clipped to as a fact for the vote of a boundary. The error is a StateError that names all
     values.
     """
@@ -374,7 +374,7 @@ def same_clipping(max_norm: float) -> Alike:
         kinds = ranks_by_facts([fact("the norm that gradients are clipped to", max_norm)], collectives, "clipping")
         raise StateError(f"{'; '.join(differing(kinds))} (0 is off): call clip_grad_norm_ with the same number on every rank")
 
-    return Alike([max_norm], refuse)
+    return SharedFact([max_norm], refuse)
 
 
 def _numbers(value: Any) -> list[float]:

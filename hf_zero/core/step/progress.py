@@ -76,7 +76,7 @@ class Reports:
     scaled: bool = False
     measured: dict[str, float] = field(default_factory=dict)
 
-    def tell(self, progress: Progress, groups: Sequence[dict[str, Any]], loss_scale: float) -> None:
+    def report(self, progress: Progress, groups: Sequence[dict[str, Any]], loss_scale: float) -> None:
         """Print and record the progress of the run after a step.
 
         Args:

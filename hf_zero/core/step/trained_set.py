@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_module_registration_hook, re
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
-from hf_zero.core.step.agreement import Alike
+from hf_zero.core.step.agreement import SharedFact
 from hf_zero.core.units.marks import is_elsewhere
 from hf_zero.core.units.names import named_params
 from hf_zero.core.units.sharded_parameter import requires_gradient
@@ -114,9 +114,9 @@ class TrainedSet:
             self._warn_of_untrained()
         return self.digest
 
-    def alike(self) -> Alike:
+    def alike(self) -> SharedFact:
         """Look again; return the digest as a fact for the vote of a step, with an error that names parameters and ranks."""
-        return Alike([self.look()], self._refuse)
+        return SharedFact([self.look()], self._refuse)
 
     def _refuse(self, collectives: Collectives) -> NoReturn:
         by_rank: list[list[str]] = collectives.gather_objects([*self._trained_names(), *self._foreign], "trained parameters")

@@ -11,7 +11,7 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.schedule.reducer import Reducer
-from hf_zero.core.step.agreement import Alike
+from hf_zero.core.step.agreement import SharedFact
 from hf_zero.core.step.trained_set import Joining, TrainedSet
 from hf_zero.core.step.untrained import UntrainedGradients
 from hf_zero.core.units.marks import is_elsewhere, is_packed
@@ -64,7 +64,7 @@ class TrainedUnits:
         """Return whether other ranks have other layers of the model (a pipeline); the same on every rank."""
         return self._trained.over_stages
 
-    def alike(self) -> Alike:
+    def alike(self) -> SharedFact:
         """Look at the parameters that the script trains, remove new ones from the inner optimizer's groups, and return the digest as a fact
         for the vote of a step.
         """

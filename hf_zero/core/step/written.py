@@ -13,7 +13,7 @@ from hf_zero.core.optimizer.param_states import write_param
 from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.schedule.read_gradients import ShownGradients
 from hf_zero.core.schedule.reducer import Reducer
-from hf_zero.core.step.agreement import Alike, agree
+from hf_zero.core.step.agreement import SharedFact, agree
 from hf_zero.core.units.checksums import checksum
 from hf_zero.core.units.layout import UnitState
 from hf_zero.core.units.marks import is_part, tp_shard_of
@@ -250,10 +250,10 @@ class WrittenValues:
         self._apart = parts_differ(network, everyone)
         self.noted = [int(bool(self.refused or self._records if self._apart else self._touched))]
 
-    def alike(self) -> list[Alike]:
+    def alike(self) -> list[SharedFact]:
         """Return the digest as a fact for a vote, with an error that names parameter and ranks; empty if ranks hold other parameters."""
         digest = zlib.crc32(repr((self.refused, self._records)).encode()) if self.refused or self._records else 0
-        return [] if self._apart else [Alike([digest], self.refuse)]
+        return [] if self._apart else [SharedFact([digest], self.refuse)]
 
     def refuse(self, collectives: Collectives) -> NoReturn:
         """Raise the error of a write that was refused on any of the ranks, or was made on some ranks only; collective.

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from hf_zero.core.units.marks import is_elsewhere, is_expert, is_packed, whole_shape
-from hf_zero.core.units.sharded_parameter import StandIn, refusal
+from hf_zero.core.units.sharded_parameter import Valueless, refusal
 from hf_zero.core.units.unit import find_unit, full_shape, is_sharded
 from hf_zero.errors import StateError, saved_without_values
 from hf_zero.observe import logger, warn_once
@@ -95,7 +95,7 @@ _MOVES = frozenset(
 )  # fmt: skip
 
 
-class UnsavedTensor(StandIn):
+class UnsavedTensor(Valueless):
     """Placeholder of a sharded parameter in a state dict: shape, dtype and device of the unsharded parameter, no memory and no values.
 
     [Note: no empty file] Scripts read names, shapes and dtypes from a sharded model's state dict, and load it back; libraries search it for
@@ -162,9 +162,9 @@ def _without_values(tensor: torch.Tensor) -> torch.Tensor:
 
 def guard_state_dict(module: nn.Module) -> None:
     """Make ``state_dict()`` and ``load_state_dict()`` of the module use placeholders for its own sharded parameters."""
-    if _stand_in not in module._state_dict_hooks.values():
-        module.register_state_dict_post_hook(_stand_in)
-        module.register_load_state_dict_pre_hook(_leave_alone)
+    if _put_placeholders not in module._state_dict_hooks.values():
+        module.register_state_dict_post_hook(_put_placeholders)
+        module.register_load_state_dict_pre_hook(_keep_sharded)
 
 
 def _is_apart(param: nn.Parameter) -> bool:
@@ -172,17 +172,17 @@ def _is_apart(param: nn.Parameter) -> bool:
     return is_sharded(param) or is_expert(param) or is_elsewhere(param)
 
 
-def _stand_in(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+def _put_placeholders(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
     for leaf, param in module._parameters.items():
         entry = state.get(name := f"{prefix}{leaf}")
         if param is not None and isinstance(entry, torch.Tensor) and not isinstance(entry, nn.Parameter) and _is_apart(param):
             shape = whole_shape(param) if is_expert(param) or is_elsewhere(param) else full_shape(param)
             state[name] = UnsavedTensor.of(name, shape or full_shape(param), param.dtype, param.device, param)
         if param is not None and is_packed(param) and is_sharded(param):
-            _stand_in_for_scales(param, name, state)
+            _put_placeholders_of_scales(param, name, state)
 
 
-def _stand_in_for_scales(param: nn.Parameter, name: str, state: dict[str, Any]) -> None:
+def _put_placeholders_of_scales(param: nn.Parameter, name: str, state: dict[str, Any]) -> None:
     """Put placeholders into ``state`` for the scales of a packed weight, where the library's own entries are empty. The scales are in the
     weight's unit.
     """
@@ -194,7 +194,7 @@ def _stand_in_for_scales(param: nn.Parameter, name: str, state: dict[str, Any]) 
             state[key] = UnsavedTensor.of(key, slot.shape, entry.dtype, entry.device)
 
 
-def _leave_alone(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _keep_sharded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Keep a sharded parameter unchanged when its own placeholder is loaded into it, and one of another pipeline stage when its values are.
 
     Raises:
@@ -202,7 +202,13 @@ def _leave_alone(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
     """
     for leaf, param in module._parameters.items():
         entry = state.get(name := f"{prefix}{leaf}")
-        if param is not None and isinstance(entry, torch.Tensor) and entry.numel() and is_sharded(param) and not isinstance(entry, StandIn):
+        if (
+            param is not None
+            and isinstance(entry, torch.Tensor)
+            and entry.numel()
+            and is_sharded(param)
+            and not isinstance(entry, Valueless)
+        ):
             raise StateError(
                 f"load_state_dict(): parameter {name} is divided over the ranks now (ZeRO stage 3), so this rank has no full tensor "
                 "to load into. Load inside `with hf_zero.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):` on "
@@ -214,7 +220,7 @@ def _leave_alone(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
                 "load_state_dict() of the whole model into a pipeline: each stage loads only its own layers, so every rank must "
                 "call it with the same values; a rank that loads alone changes its own stage only"
             )
-        if param is None or not isinstance(entry, StandIn):
+        if param is None or not isinstance(entry, Valueless):
             continue
         if entry.source is not param or not _is_apart(param):
             raise refusal(entry.parameter, f"a state dict without its values was loaded into {name}")

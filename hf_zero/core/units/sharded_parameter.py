@@ -62,7 +62,7 @@ def refusal(name: str, attempt: str = _NO_VALUES) -> StateError:
     )
 
 
-class StandIn(torch.Tensor):
+class Valueless(torch.Tensor):
     """A tensor without memory that represents a sharded parameter by its name; operations that need values raise.
 
     It reports the device that it was made for, but its real device is meta: torch then refuses to make it the ``data`` of an ordinary
@@ -112,7 +112,7 @@ class StandIn(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Return the device, or another placeholder for ``detach`` and empty padding; raise for all other operations."""
-        first = next(arg for arg in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(arg, StandIn))
+        first = next(arg for arg in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(arg, Valueless))
         if func is torch.ops.prim.device.default:
             return first.shown_device
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
@@ -161,7 +161,7 @@ class StandIn(torch.Tensor):
         raise self.refused("its truth value was requested")
 
 
-class EmptyValues(StandIn):
+class EmptyValues(Valueless):
     """The result of ``param.data`` and ``param.detach()`` of an empty parameter."""
 
     def dim(self) -> int:
@@ -403,14 +403,14 @@ def _without_values(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if func in _DIMENSIONS:
         return len(_shape(param))
     if func == _DATA.__get__ or func in _named(("detach", "full_like")):  # torch's Adagrad makes states of this shape when it is built
-        return _stand_in(param)
+        return _empty_values_of(param)
     if func == _DATA.__set__ and param is args[0]:
         _assign(param, args[1])
         return None
     if func is torch.Tensor.copy_ and args[0] is args[1]:
         return param
     if func is torch._has_compatible_shallow_copy_type:
-        return args[0] is param and isinstance(args[1], StandIn) and args[1].source is param
+        return args[0] is param and isinstance(args[1], Valueless) and args[1].source is param
     if func in _named(_CONVERSIONS) and not torch.is_grad_enabled() and param is args[0]:
         return _converted(param, func, args, kwargs)
     compared = func in _named(_COMPARISONS) and not isinstance(args[1], (torch.Tensor, Number))  # a comparison with None
@@ -442,7 +442,7 @@ def _empty_ones(args: Any, kwargs: Any) -> Iterator[Any]:
     return (value for value in tree_leaves((args, kwargs)) if isinstance(value, _Empty))
 
 
-def _stand_in(param: Any) -> EmptyValues:
+def _empty_values_of(param: Any) -> EmptyValues:
     with _WITHOUT_FUNCTION():
         found: EmptyValues = EmptyValues.make(_name(param), param.shape, param.dtype, param.device)
     found.source = param
@@ -472,11 +472,11 @@ def _assign(param: Any, value: Any) -> None:
         StateError: ``value`` is the placeholder of another parameter, or has another dtype.
     """
     with _WITHOUT_FUNCTION():
-        itself = value is param or (isinstance(value, StandIn) and value.source is param)
+        itself = value is param or (isinstance(value, Valueless) and value.source is param)
         if itself and value.dtype != param.dtype:
             raise refusal(_name(param), f"it was converted from {param.dtype} to {value.dtype}")
-        if isinstance(value, (StandIn, _Empty)) and not itself:
-            raise refusal(_name(param), f"its data was set to that of {value.parameter if isinstance(value, StandIn) else _name(value)}")
+        if isinstance(value, (Valueless, _Empty)) and not itself:
+            raise refusal(_name(param), f"its data was set to that of {value.parameter if isinstance(value, Valueless) else _name(value)}")
         if not itself:
             _DATA.__set__(param, value)
 

@@ -26,7 +26,7 @@ _BLOCKS = ("hf_zero::pre_forward", "hf_zero::pre_backward")
 
 
 @dataclass(frozen=True)
-class Standing:
+class RankStatus:
     """State of one rank, in the form that ranks exchange.
 
     Attributes:
@@ -52,15 +52,15 @@ class Standing:
     host: str = ""
 
     def as_text(self) -> str:
-        """Return the standing as text, to send to other ranks."""
+        """Return the status as text, to send to other ranks."""
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_text(cls, text: str) -> Standing:
-        """Return the standing from the result of ``as_text``."""
+    def from_text(cls, text: str) -> RankStatus:
+        """Return the status from the result of ``as_text``."""
         return cls(**json.loads(text))
 
-    def behind(self, other: Standing) -> bool:
+    def behind(self, other: RankStatus) -> bool:
         """Return whether this rank has issued fewer operations than ``other`` in the group of ``other``'s operation, or in any group they
         share.
         """
@@ -77,8 +77,8 @@ def moment() -> tuple[Any, ...] | None:
     return None if frame is None else (stacks.moment(frame), observe.last_event(), tuple(issued().values()))
 
 
-def look(device: bool = False) -> Standing:
-    """Return the present standing of this rank.
+def look(device: bool = False) -> RankStatus:
+    """Return the present status of this rank.
 
     Args:
         device: Check the device, too, because the host has stood still for so long that it may wait for the device.
@@ -91,7 +91,7 @@ def look(device: bool = False) -> Standing:
         if device and _blocked_by_device() is not None and _device_is_busy():
             operation = "work of its device, which waits for a collective or computes"
     seconds, last = observe.last_event()
-    return Standing(
+    return RankStatus(
         operation,
         str(group.group_name) if group is not None else "",
         stacks.place(frame),
