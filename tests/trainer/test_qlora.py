@@ -112,7 +112,7 @@ def _divided_while_loading(source: Path, folder: Path, options: dict[str, Any]) 
         assert args is not None
 
 
-@needs("transformers", "5.0", "a rank keeps whole weights until the model is loaded")
+@needs("transformers", "5.1", "a rank keeps whole weights until the model is loaded")
 @pytest.mark.parametrize("kind", ["nf4", "int8", "saved"])
 def test_each_rank_keeps_its_share_while_loading(kind: str, trainer_models: Path, tmp_path: Path) -> None:
     nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
