@@ -98,10 +98,27 @@ def test_the_scripts_optimizer_trains(tmp_path: Any) -> None:
     ranks.run_ranks(_trained, 2, str(tmp_path))
 
 
+def _trainer_of_4(config: dict[str, Any], max_grad_norm: float) -> tuple[Any, Any]:
+    """Return what Trainer of transformers 4 has when it is about to build an engine: itself and the configuration."""
+    fp16 = config.get("fp16", {}).get("enabled", False)
+    holder = SimpleNamespace(config=config, _dtype=torch.float16, is_true=lambda key: fp16 and key == "fp16.enabled")
+    state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(hf_ds_config=holder))
+    return SimpleNamespace(accelerator=SimpleNamespace(state=state), args=SimpleNamespace(max_grad_norm=max_grad_norm)), holder
+
+
 @pytest.mark.parametrize("fp16", [True, False])
 def test_inputs_keep_fp32_without_a_section_for_fp16(fp16: bool) -> None:
     """transformers 4 assumes fp16 if the configuration says nothing, and casts pixels and sounds for a model in fp32."""
-    config = SimpleNamespace(_dtype=torch.float16, is_true=lambda key: fp16 and key == "fp16.enabled")
-    trainer = SimpleNamespace(accelerator=SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=SimpleNamespace(hf_ds_config=config))))
+    trainer, holder = _trainer_of_4({"fp16": {"enabled": True}} if fp16 else {}, 1.0)
     trainer_optimizers.with_own_optimizer(lambda *_: None, trainer, 1, inference=True)
-    assert config._dtype is (torch.float16 if fp16 else torch.float32)
+    assert holder._dtype is (torch.float16 if fp16 else torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("written", "max_grad_norm", "clips_at"), [({}, 0.0, 0.0), ({}, 0.5, None), ({"gradient_clipping": 2.0}, 0.0, 2.0)]
+)
+def test_no_clipping_counts_without_a_key(written: dict[str, Any], max_grad_norm: float, clips_at: float | None) -> None:
+    """transformers 4 asks for no norm if ``max_grad_norm`` is 0, so the default of the key would clip at 1."""
+    trainer, holder = _trainer_of_4(dict(written), max_grad_norm)
+    trainer_optimizers.with_own_optimizer(lambda *_: None, trainer, 1, inference=True)
+    assert holder.config.get("gradient_clipping") == clips_at
