@@ -18,6 +18,7 @@ from hf_zero.deepspeed.alias import finder
 from hf_zero.deepspeed.alias.table import DEEPSPEED_VERSION
 from hf_zero.deepspeed.configured import ConfiguredEngine
 from hf_zero.deepspeed.engine import Engine
+from hf_zero.deepspeed.pipe.building import kept_random_states
 from hf_zero.deepspeed.requests import load_module_state_dict
 from hf_zero.integrations import fabric_methods, lightning_methods
 from hf_zero.observe import warn_once
@@ -71,6 +72,8 @@ def init_deepspeed(function: Callable[[Any], None], strategy: Any) -> None:
         function(strategy)
         return
     trainer = strategy.lightning_module.trainer
+    if trainer.training and getattr(strategy, "_hf_zero_sizes_wait", False):  # the first use of the strategy was no fit
+        strategy.config["train_micro_batch_size_per_gpu"] = strategy._auto_select_batch_size()
     algorithm = trainer.gradient_clip_algorithm
     trainer.gradient_clip_algorithm = None
     try:
@@ -93,10 +96,21 @@ def format_batch_sizes(function: Callable[[Any], None], strategy: Any) -> None:
 
 
 def batch_size(function: Callable[[Any], int], strategy: Any) -> int:
-    """Return the loader's batch size; 1 if it has none (``batch_size=None``, an iterable of batches): Lightning's method would fail."""
-    source = strategy.lightning_module.trainer.fit_loop._data_source
-    loader = source.dataloader() if source.is_defined() else None
-    return function(strategy) if getattr(getattr(loader, "batch_sampler", None), "batch_size", None) else 1
+    """Return the training loader's batch size; 1 without a fit, and for a loader that has none (an iterable of batches).
+
+    Lightning's method asks a module or data module for one more training loader, in ``validate``, ``test`` and ``predict`` too, for which
+    their ``setup`` has made no training rows. A loader may be drawn (``random_split``), so the random states are kept.
+    """
+    if not finder.alias_is_active():
+        return function(strategy)
+    trainer = strategy.lightning_module.trainer
+    strategy._hf_zero_sizes_wait = not trainer.training
+    source = trainer.fit_loop._data_source
+    if not trainer.training or not source.is_defined():
+        return 1
+    with kept_random_states():
+        loader = source.dataloader()
+    return getattr(getattr(loader, "batch_sampler", None), "batch_size", None) or 1
 
 
 def restores_optimizer(function: Callable[[Any], bool], strategy: Any) -> bool:
