@@ -21,10 +21,8 @@ from hf_zero.deepspeed.engine import Engine
 from hf_zero.deepspeed.pipe.building import kept_random_states
 from hf_zero.deepspeed.requests import load_module_state_dict
 from hf_zero.integrations import fabric_methods, lightning_methods
+from hf_zero.integrations.lightning_files import AVERAGES
 from hf_zero.observe import warn_once
-
-_AVERAGES = "hf_zero_averaged_weights"
-"""Key of a checkpoint's client state under which the averages of Lightning's ``WeightAveraging`` are saved."""
 
 # -- Trainer ----------------------------------------------------------------------------------------------------------
 
@@ -145,7 +143,7 @@ def save_checkpoint(function: Callable[..., None], strategy: Any, checkpoint: di
     """
     if isinstance(strategy.model, ConfiguredEngine) and "averaging_state" in checkpoint:
         checkpoint = {key: value for key, value in checkpoint.items() if key != "current_model_state"}
-        checkpoint[_AVERAGES] = checkpoint["state_dict"]
+        checkpoint[AVERAGES] = checkpoint["state_dict"]
     function(strategy, checkpoint, *args, **kwargs)
 
 
@@ -155,7 +153,7 @@ def load_checkpoint(function: Callable[..., dict[str, Any]], strategy: Any, *arg
     module, engine = strategy.lightning_module, strategy.model
     if not isinstance(engine, ConfiguredEngine) or "state_dict" in loaded:  # a file of another strategy, which Lightning loads itself
         return loaded
-    averages, trainer = loaded.pop(_AVERAGES, None), module.trainer
+    averages, trainer = loaded.pop(AVERAGES, None), module.trainer
     if not trainer.training:
         if averages is not None:
             load_module_state_dict(engine, averages, strict=module.strict_loading)

@@ -46,6 +46,16 @@ LIGHTNING_NORMS = tuple(  # the package has the function under its own name, and
     for module in ("utilities.grads", "utilities")
     for method in _of_lightning(module, "grad_norm", "grad_norm", loss="grad_norm() of Lightning finds no gradients at stages 1 to 3")
 )
+LIGHTNING_FILES = tuple(
+    Method(
+        f"{package}.core.saving",
+        "pl_load",
+        "load_from_checkpoint() of a LightningModule cannot read the folder of a checkpoint",
+        around="hf_zero.integrations.lightning_files:load_file",
+        since=(2,),
+    )
+    for package in ("lightning.pytorch", "pytorch_lightning")
+)
 LIGHTNING_STRATEGIES = tuple(
     Method(
         f"{package}.strategies.deepspeed",
@@ -99,5 +109,5 @@ FABRIC_STEPS = tuple(
 
 METHODS = (
     LIGHTNING_SAVE, OLD_LIGHTNING_SAVE, *LIGHTNING_FITS, *LIGHTNING_SIGNALS, *LIGHTNING_CLIPPING, *LIGHTNING_BACKWARD, *LIGHTNING_NORMS,
-    *LIGHTNING_STRATEGIES, *FABRIC_STEPS,
+    *LIGHTNING_FILES, *LIGHTNING_STRATEGIES, *FABRIC_STEPS,
 )  # fmt: skip

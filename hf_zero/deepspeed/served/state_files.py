@@ -109,9 +109,25 @@ def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int
         CheckpointError: The folder is not a complete checkpoint.
     """
     folder, index = _open(checkpoint_dir)
+    return _write({**index.counters, **_client_state(folder, index)}, "model_states")
+
+
+def read_client_state(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the script's ``client_state`` of the checkpoint that ``latest`` in ``checkpoint_dir`` names: rank 0's; local.
+
+    Raises:
+        CheckpointError: There is no complete checkpoint, or a value in it is a pickle.
+    """
+    folder = folders.find_latest(place_of(checkpoint_dir))
+    if folder is None:
+        raise CheckpointError(f"{os.fspath(checkpoint_dir)} holds no checkpoint: give the folder that was saved to, which has a file `latest`")
+    return _client_state(folder, Index.from_json(folders.read_index(folder), str(folder / INDEX_FILE)))
+
+
+def _client_state(folder: Place, index: Index) -> dict[str, Any]:
     reader = RangeReader(folder, index.files)
     held = Decoder(lambda name: reader.whole(VALUES_FILE, name), str(folder / INDEX_FILE)).decode(index.client_state)
-    return _write({**index.counters, **divided(held)[0]}, "model_states")
+    return dict(divided(held)[0])
 
 
 def _open(checkpoint_dir: str | os.PathLike[str]) -> tuple[Place, Index]:
