@@ -20,7 +20,7 @@ from hf_zero.deepspeed.configured import ConfiguredEngine
 from hf_zero.deepspeed.engine import Engine
 from hf_zero.deepspeed.pipe.building import kept_random_states
 from hf_zero.deepspeed.requests import load_module_state_dict
-from hf_zero.integrations import fabric_methods, lightning_methods
+from hf_zero.integrations import fabric_methods, lightning_files, lightning_methods
 from hf_zero.integrations.lightning_files import AVERAGES
 from hf_zero.observe import warn_once
 
@@ -116,9 +116,10 @@ def restores_optimizer(function: Callable[[Any], bool], strategy: Any) -> bool:
 
     Lightning's property is False, and warns of a file: the optimizer would start fresh.
     """
+    if not isinstance(strategy.model, ConfiguredEngine):
+        return function(strategy)
     loaded = strategy.lightning_module.trainer._checkpoint_connector._loaded_checkpoint
-    whole = strategy.load_full_weights and strategy.zero_stage_3 and bool(loaded.get("optimizer_states"))
-    return (whole and isinstance(strategy.model, ConfiguredEngine)) or function(strategy)
+    return getattr(strategy, "_hf_zero_file", False) and (bool(loaded.get("optimizer_states")) or function(strategy))
 
 
 def load_optimizer(function: Callable[..., None], strategy: Any, checkpoint: Any) -> None:
@@ -147,12 +148,21 @@ def save_checkpoint(function: Callable[..., None], strategy: Any, checkpoint: di
     function(strategy, checkpoint, *args, **kwargs)
 
 
-def load_checkpoint(function: Callable[..., dict[str, Any]], strategy: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Load as Lightning does; collective. Averages go to the callback in a fit, and else into the model, as in a checkpoint of one file."""
-    loaded = function(strategy, *args, **kwargs)
+def load_checkpoint(
+    function: Callable[..., dict[str, Any]], strategy: Any, checkpoint_path: Any, *args: Any, **kwargs: Any
+) -> dict[str, Any]:
+    """Load as Lightning does, and with ``load_full_weights`` one file at every stage; collective.
+
+    Averages in a folder go to the callback in a fit, and else into the model, as those of one file do.
+    """
     module, engine = strategy.lightning_module, strategy.model
-    if not isinstance(engine, ConfiguredEngine) or "state_dict" in loaded:  # a file of another strategy, which Lightning loads itself
-        return loaded
+    if not isinstance(engine, ConfiguredEngine):
+        return function(strategy, checkpoint_path, *args, **kwargs)
+    path, strategy._hf_zero_file = lightning_files.opens_file(strategy, checkpoint_path)
+    if strategy._hf_zero_file:
+        return lightning_files.of_one_file(strategy)(strategy, path, *args, **kwargs)  # type: ignore[no-any-return]
+    with lightning_files.as_folder(strategy):
+        loaded = function(strategy, path, *args, **kwargs)
     averages, trainer = loaded.pop(AVERAGES, None), module.trainer
     if not trainer.training:
         if averages is not None:
@@ -226,9 +236,14 @@ def load_module(function: Callable[..., None], strategy: Any, module: Any, state
 
 
 def load_state(function: Callable[..., dict[str, Any]], strategy: Any, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Load as Fabric does, and add the version of DeepSpeed's API to the returned remainder, as DeepSpeed's checkpoints do; collective."""
-    remainder = function(strategy, path, state, *args, **kwargs)
-    whole = strategy.load_full_weights and strategy.zero_stage_3  # a file of another strategy
-    if whole or not (isinstance(state, dict) and any(isinstance(value, ConfiguredEngine) for value in state.values())):
-        return remainder
-    return {**remainder, "ds_version": DEEPSPEED_VERSION}
+    """Load as Fabric does, and with ``load_full_weights`` one file at every stage; collective.
+
+    What a folder's load returns also has the version of DeepSpeed's API, as with DeepSpeed's checkpoints.
+    """
+    if not (isinstance(state, dict) and any(isinstance(value, ConfiguredEngine) for value in state.values())):
+        return function(strategy, path, state, *args, **kwargs)
+    path, is_file = lightning_files.opens_file(strategy, path)
+    if is_file:
+        return lightning_files.of_one_file(strategy)(strategy, path, state, *args, **kwargs)
+    with lightning_files.as_folder(strategy):
+        return {**function(strategy, path, state, *args, **kwargs), "ds_version": DEEPSPEED_VERSION}

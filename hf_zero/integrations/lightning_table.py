@@ -61,7 +61,7 @@ LIGHTNING_STRATEGIES = tuple(
         f"{package}.strategies.deepspeed",
         f"DeepSpeedStrategy.{name}",
         "Lightning's DeepSpeed strategies accumulate, clip and load single files in another way than its other strategies",
-        around=f"hf_zero.integrations.lightning_steps:{around}",
+        around=around if ":" in around else f"hf_zero.integrations.lightning_steps:{around}",
         since=(2, 1) if name == "load_module_state_dict" else (2,),
     )
     for packages, names in (
@@ -75,6 +75,7 @@ LIGHTNING_STRATEGIES = tuple(
                 "_format_batch_size_and_grad_accum_config": "format_batch_sizes",
                 "_auto_select_batch_size": "batch_size",
                 "lightning_restore_optimizer": "restores_optimizer",
+                "load_model_state_dict": "hf_zero.integrations.lightning_files:load_weights",
                 "load_optimizer_state_dict": "load_optimizer",
                 "save_checkpoint": "save_checkpoint",
                 "load_checkpoint": "load_checkpoint",

@@ -33,11 +33,6 @@ def test_fabric_loads_plain_files_into_model_and_optimizer(stage: int, tmp_path:
     ranks.run_ranks(check_raw, 2, str(tmp_path), stage, group=False)
 
 
-@pytest.mark.parametrize(("stage", "averages"), [(3, False), (2, True), (1, False)])
-def test_load_from_checkpoint_reads_a_folder(stage: int, averages: bool, tmp_path: Path) -> None:
-    ranks.run_ranks(check_load_from_checkpoint, 2, str(tmp_path), stage, averages, group=False)
-
-
 class Net(nn.Module):
     """Layers of different sizes, one of which is frozen; ``late`` takes part in the second epoch only."""
 
@@ -228,69 +223,3 @@ def check_raw(folder: str, stage: int) -> None:
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
     with pytest.raises(RuntimeError, match=r'(?s)Missing key\(s\) in state_dict: "late.bias".*Unexpected key\(s\) in state_dict: "other"'):
         train(sharded(), partial, True)
-
-
-def make_module_class() -> Any:
-    """Return the class of a module with hyper-parameters, a buffer, a frozen and a tied weight, and entries of its own."""
-    import lightning
-
-    class Module(lightning.LightningModule):
-        def __init__(self, width: int, name: str = "none") -> None:
-            super().__init__()
-            self.save_hyperparameters()
-            torch.manual_seed(width)
-            self.net, self.tied = Net(), nn.Linear(6, width)
-            self.tied.weight = self.net.first.weight
-            self.register_buffer("count", torch.zeros(2))
-            self.loaded: Any = None
-
-        def training_step(self, batch: Any, index: int) -> Tensor:
-            self.count += 1
-            return (self.net(batch[0]) - batch[1]).square().mean() + self.tied(batch[0]).mean()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-        def train_dataloader(self) -> Any:
-            return torch.utils.data.DataLoader([rows_of(step, ranks.rank()) for step in range(3)], batch_size=None)
-
-        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            checkpoint["own"] = {"words": ["a", "b"], "values": torch.arange(3.0)}
-
-        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            self.loaded = checkpoint["own"]["words"], checkpoint["own"]["values"].tolist(), checkpoint["global_step"]
-
-    return Module
-
-
-def check_load_from_checkpoint(folder: str, stage: int, averages: bool) -> None:
-    """A folder gives the module that a file of DDP gives, from the same call."""
-    import lightning
-    from lightning.pytorch.strategies import DDPStrategy
-
-    from hf_zero.integrations import ZeroStrategy
-
-    kind, found = make_module_class(), []
-    sharded = ZeroStrategy(config={"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}})
-    for number, strategy in enumerate((DDPStrategy(find_unused_parameters=True), sharded)):
-        kept = []
-        if averages:
-            module = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging", reason="Lightning before 2.6")
-            kept = [module.EMAWeightAveraging(decay=0.5)]
-        quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-        trainer = lightning.Trainer(
-            accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, default_root_dir=folder, use_distributed_sampler=False,
-            callbacks=kept, enable_checkpointing=False, **quiet,
-        )  # fmt: skip
-        trainer.fit(kind(7, name="x"))
-        path = Path(folder) / f"{number}.ckpt"
-        trainer.save_checkpoint(path)
-        found.append(kind.load_from_checkpoint(path, map_location=lambda storage, place: storage, name="y", weights_only=False))
-    expected, loaded = found
-    assert path.is_dir() and dict(loaded.hparams) == dict(expected.hparams) == {"width": 7, "name": "y"}
-    assert loaded.loaded == expected.loaded == (["a", "b"], [0.0, 1.0, 2.0], 3)
-    assert loaded.tied.weight is loaded.net.first.weight
-    state, wanted = loaded.state_dict(), expected.state_dict()
-    assert state.keys() == wanted.keys()
-    for name, value in wanted.items():
-        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
