@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from hf_zero.core.units.sharded_parameter import gradients_of
 from hf_zero.core.units.unit import find_unit
@@ -26,10 +27,13 @@ from hf_zero.deepspeed.requests import set_gradient_clipping
 from hf_zero.deepspeed.safe_values import safe_get_full_grad
 from hf_zero.integrations import fabric_methods
 from hf_zero.integrations.preemption import end_preempted
+from hf_zero.observe import warn_once
 from hf_zero.system import signals
 
 _requeues: weakref.WeakKeyDictionary[Any, tuple[str, Callable[[bool], None]]] = weakref.WeakKeyDictionary()
 """By Lightning's signal connector: name of the signal that makes Lightning requeue the Slurm job, and the function that stops listening."""
+
+_without_masters: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 @dataclass
@@ -83,7 +87,14 @@ def register_signal_handlers(function: Callable[..., Any], connector: Any) -> No
 
 
 def run(function: Callable[..., Any], loop: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace ``_FitLoop.run``: stop recording signals when the loop ends."""
+    """Replace ``_FitLoop.run``: warn of masters that are gone, and stop recording signals when the loop ends."""
+    if loop.trainer.lightning_module in _without_masters:
+        forget_masters(loop.trainer.lightning_module)
+        warn_once(
+            "fit() begins with the module's 16-bit weights: the fp32 masters of its earlier fit were dropped with their optimizer, "
+            "and with them changes below the resolution of 16 bits. To continue an earlier fit exactly, call "
+            "trainer.save_checkpoint(path) after it, and fit(module, ckpt_path=path)"
+        )
     try:
         result = function(loop, *args, **kwargs)
     except BaseException:
@@ -91,6 +102,21 @@ def run(function: Callable[..., Any], loop: Any, *args: Any, **kwargs: Any) -> A
         raise
     _stop(loop.trainer, deliver=True)
     return result
+
+
+def note_masters(module: nn.Module) -> None:
+    """Note before a new engine takes the weights of ``module`` that the fp32 masters of an earlier one go; local.
+
+    Each ``fit``, ``validate``, ``test`` and ``predict`` makes an engine from the module's weights, in 16-bit precision from 16-bit values.
+    """
+    units = (owner[0] for param in module.parameters() if (owner := find_unit(param)) is not None)
+    if any(unit.master is not None and unit.master.dtype != unit.layout.dtype for unit in units):
+        _without_masters.add(module)
+
+
+def forget_masters(module: nn.Module) -> None:
+    """Forget what ``note_masters`` noted, because weights and masters of ``module`` come from a checkpoint; local."""
+    _without_masters.discard(module)
 
 
 def _stop(trainer: Any, deliver: bool) -> None:

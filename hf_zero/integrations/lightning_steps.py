@@ -72,6 +72,7 @@ def init_deepspeed(function: Callable[[Any], None], strategy: Any) -> None:
     trainer = strategy.lightning_module.trainer
     if trainer.training and getattr(strategy, "_hf_zero_sizes_wait", False):  # the first use of the strategy was no fit
         strategy.config["train_micro_batch_size_per_gpu"] = strategy._auto_select_batch_size()
+    lightning_methods.note_masters(strategy.lightning_module)
     algorithm = trainer.gradient_clip_algorithm
     trainer.gradient_clip_algorithm = None
     try:
@@ -158,6 +159,8 @@ def load_checkpoint(
     module, engine = strategy.lightning_module, strategy.model
     if not isinstance(engine, ConfiguredEngine):
         return function(strategy, checkpoint_path, *args, **kwargs)
+    if module.trainer.training:
+        lightning_methods.forget_masters(module)
     path, strategy._hf_zero_file = lightning_files.opens_file(strategy, checkpoint_path)
     if strategy._hf_zero_file:
         return lightning_files.of_one_file(strategy)(strategy, path, *args, **kwargs)  # type: ignore[no-any-return]

@@ -29,6 +29,10 @@ def test_fabric_reads_a_file_at_every_stage(stage: int, tmp_path: Path) -> None:
     ranks.run_ranks(check_fabric, 2, str(tmp_path), stage, group=False)
 
 
+def test_a_second_fit_in_16_bit_says_that_masters_are_dropped(tmp_path: Path) -> None:
+    ranks.run_ranks(check_second_fit, 2, str(tmp_path), group=False)
+
+
 def rows_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(10 * step + rank)
     return torch.randn(4, 6, generator=generator), torch.randn(4, 1, generator=generator)
@@ -196,3 +200,29 @@ def check_fabric(folder: str, stage: int) -> None:
     same(train(FabricZeroStrategy(**zero), path), expected)
     train(FabricZeroStrategy(**zero), end=another)
     same(train(FabricZeroStrategy(**zero), another), expected)
+
+
+def check_second_fit(folder: str) -> None:
+    """A fit that restores a checkpoint has its masters, and so has one in fp32; any other one warns, also after a validation."""
+    import logging
+
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hf_zero").addHandler(handler)
+    warned = []
+    for precision, ways in (("32-true", ["plain"]), ("bf16-mixed", ["path", "validated"])):
+        for way in ways:
+            module, options = make_module_class()(7), {}
+            trainer = make_trainer(folder, sharded(2), 1, precision=precision)
+            trainer.fit(module)
+            if way == "path":
+                trainer.save_checkpoint(f"{folder}/x.ckpt")
+                options = {"ckpt_path": f"{folder}/x.ckpt", "weights_only": False}
+            if way == "validated":
+                type(module).validation_step = lambda self, batch, index: self.log("held", self.net(batch[0]).mean(), sync_dist=True)
+                trainer.validate(module, torch.utils.data.DataLoader([rows_of(5, ranks.rank())], batch_size=None), verbose=False)
+            trainer.fit_loop.max_epochs = 2
+            trainer.fit(module, **options)
+            warned.append(sum("the fp32 masters of its earlier fit were dropped" in text for text in texts))
+    assert warned == [0, 0, int(ranks.rank() == 0)]

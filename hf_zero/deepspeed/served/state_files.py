@@ -120,7 +120,9 @@ def read_client_state(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
     """
     folder = folders.find_latest(place_of(checkpoint_dir))
     if folder is None:
-        raise CheckpointError(f"{os.fspath(checkpoint_dir)} holds no checkpoint: give the folder that was saved to, which has a file `latest`")
+        raise CheckpointError(
+            f"{os.fspath(checkpoint_dir)} holds no checkpoint: give the folder that was saved to, which has a file `latest`"
+        )
     return _client_state(folder, Index.from_json(folders.read_index(folder), str(folder / INDEX_FILE)))
 
 
