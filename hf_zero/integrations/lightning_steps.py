@@ -243,7 +243,8 @@ def load_state(function: Callable[..., dict[str, Any]], strategy: Any, path: Any
 
     What a folder's load returns also has the version of DeepSpeed's API, as with DeepSpeed's checkpoints.
     """
-    if not (isinstance(state, dict) and any(isinstance(value, ConfiguredEngine) for value in state.values())):
+    # By type: a mock of an engine passes isinstance, and its load returns what a test has chosen.
+    if not (isinstance(state, dict) and any(issubclass(type(value), ConfiguredEngine) for value in state.values())):
         return function(strategy, path, state, *args, **kwargs)
     path, is_file = lightning_files.opens_file(strategy, path)
     if is_file:

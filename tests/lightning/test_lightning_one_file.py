@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,23 @@ def test_fabric_reads_a_file_at_every_stage(stage: int, tmp_path: Path) -> None:
 
 def test_a_second_fit_in_16_bit_says_that_masters_are_dropped(tmp_path: Path) -> None:
     ranks.run_ranks(check_second_fit, 2, str(tmp_path), group=False)
+
+
+def test_fabric_returns_what_a_mock_of_an_engine_loads(tmp_path: Path) -> None:
+    """Lightning's own tests, and those of its users, load with mocks; only a real engine adds its version to the remainder."""
+    from unittest.mock import Mock
+
+    from hf_zero.integrations import FabricZeroStrategy
+
+    kind = importlib.import_module("deepspeed").DeepSpeedEngine
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "mp_rank_00_model_states.pt").touch()
+    engine = Mock(spec=kind, optimizer=Mock())
+    engine.modules.return_value = [engine]
+    engine.load_checkpoint.return_value = (None, {"step": 5, "more": "data"})
+    state = {"model": engine, "step": 0}
+    assert FabricZeroStrategy().load_checkpoint(path=tmp_path, state=state) == {"more": "data"}
+    assert state["step"] == 5
 
 
 def rows_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
