@@ -72,16 +72,32 @@ def compute_loss(
     num_items_in_batch: Any = None,
     **more: Any,
 ) -> Any:
-    """Replace ``Trainer.compute_loss``: multiply the loss of a micro-step by its share of the labels under sequence parallelism."""
+    """Replace ``Trainer.compute_loss``: multiply the loss of a micro-step by its share of the labels under sequence parallelism, and divide
+    it by the tensor-parallel ranks if Trainer has multiplied it by them (transformers before 5.15).
+    """
     found = method(trainer, model, inputs, return_outputs, num_items_in_batch, **more)
+    factor: Any = 1 / _tensor_ranks_in_loss(method, trainer, num_items_in_batch)
     shares = vars(trainer).get(_SHARES)
-    if not shares or not trainer.model.training or not _on_slices(trainer):
+    if shares and trainer.model.training and _on_slices(trainer):
+        factor = shares.popleft()
+        if not _is_scaled(trainer, num_items_in_batch):  # Trainer then takes the mean over micro-steps
+            factor = factor * trainer.current_gradient_accumulation_steps
+    elif factor == 1:
         return found
-    factor = shares.popleft()
-    if not _is_scaled(trainer, num_items_in_batch):  # Trainer then takes the mean over micro-steps
-        factor = factor * trainer.current_gradient_accumulation_steps
     loss = (found[0] if return_outputs else found) * factor
     return (loss, *found[1:]) if return_outputs else loss
+
+
+def _tensor_ranks_in_loss(method: Callable[..., Any], trainer: Any, num_items_in_batch: Any) -> int:
+    """Return the factor by which the loss of ``method`` is too large under a ``ParallelismConfig(tp_size=...)``.
+
+    transformers before 5.15 multiplies the loss by all ranks, but divides the number of labels by those that share samples: the gradients
+    were multiplied by ``tp_size``.
+    """
+    size = getattr(getattr(trainer.accelerator, "parallelism_config", None), "tp_size", 1)
+    names = {"tp_size", "get_tp_size"} & set(inspect.unwrap(method).__code__.co_names)
+    averages = trainer.args.average_tokens_across_devices and (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func)
+    return size if averages and num_items_in_batch is not None and not names else 1
 
 
 def _on_slices(trainer: Any) -> bool:

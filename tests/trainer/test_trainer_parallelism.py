@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,3 +103,23 @@ def test_trainer_trains_like_one_rank(stage: int, sizes: dict[str, int], typed: 
     loaded = AutoModelForCausalLM.from_pretrained(str(tmp_path / "four" / "saved")).state_dict()
     for name, value in expected["state"].items():
         torch.testing.assert_close(loaded[name], value, rtol=2e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize(("count", "average", "size", "factor"), [(7, True, 2, 0.5), (None, True, 2, 1), (7, False, 2, 1), (7, True, 1, 1)])
+def test_a_loss_multiplied_by_tensor_parallel_ranks_is_divided_by_them(count: int | None, average: bool, size: int, factor: float) -> None:
+    """transformers before 5.15 multiplies by all ranks what it has divided by the labels of those that have samples of their own."""
+    from hf_zero.integrations.token_weights import compute_loss
+
+    sizes = SimpleNamespace(tp_size=size, sp_enabled=False)
+    arguments = SimpleNamespace(average_tokens_across_devices=average)
+    trainer = SimpleNamespace(
+        accelerator=SimpleNamespace(parallelism_config=sizes), args=arguments, model_accepts_loss_kwargs=True, compute_loss_func=None
+    )
+    loss = torch.tensor(3.0)
+    assert compute_loss(lambda *_: loss, trainer, None, {}, False, count) == 3 * factor
+    assert compute_loss(lambda *_: (loss, "outputs"), trainer, None, {}, True, count) == (3 * factor, "outputs")
+
+    def counts_itself(trainer: Any, *_: Any) -> torch.Tensor:
+        return loss if trainer.accelerator.parallelism_config.tp_size else loss
+
+    assert compute_loss(counts_itself, trainer, None, {}, False, count) == 3
