@@ -140,7 +140,7 @@ def _backward(model: _Model, ran: list[int], late: list[bool] | None) -> tuple[l
     reducer = Reducer(list(entries.values()), exchange, True, ask, lambda text: [text])  # type: ignore[arg-type]
     reducer.begin(reduces=True)
     for index in ran:
-        blocks[index].watched()
+        blocks[index].watched(recomputes=False)
     schedule.begin_backward(reducer)
     for index in ran:
         block = blocks[index]

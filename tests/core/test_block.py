@@ -6,10 +6,13 @@ import ast
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+from torch.utils.checkpoint import checkpoint
+
 from hf_zero.core.schedule.block import Block
 from tests.support.processes import REPO
 
-_COUNTS = {"open", "pending", "checkpointed", "read_elsewhere"}
+_COUNTS = {"open", "pending", "checkpointed", "recomputes", "read_elsewhere"}
 
 
 def _block(name: str = "block") -> Block:
@@ -56,11 +59,28 @@ def test_a_block_that_is_recomputed_twice_gets_its_gradients_in_pieces() -> None
 def test_the_end_of_an_iteration_forgets_what_was_to_come() -> None:
     block = _block()
     block.entered(recomputed_later=True)
-    block.watched()
+    block.watched(recomputes=True)
+    assert block.awaited
     block.reset()
-    assert (block.open, block.pending, block.checkpointed) == (0, 0, 0)
+    assert (block.open, block.pending, block.checkpointed, block.recomputes) == (0, 0, 0, 0) and not block.awaited
     block.backward_began()
     assert block.pending == 0
+
+
+def test_a_block_is_awaited_until_its_forward_is_recomputed() -> None:
+    block = _block()
+    block.watched(recomputes=True)
+    block.backward_began()  # an output's gradient may be known long before the recomputation
+    assert block.awaited
+    recomputed: list[bool] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        block.recomputed()
+        recomputed.append(block.awaited)
+        return x.sin().cos()
+
+    checkpoint(function, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+    assert recomputed == [True, False]
 
 
 def test_who_reads_a_block_is_remembered_once() -> None:

@@ -12,7 +12,7 @@ import torch
 import torch._dynamo.testing
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from hf_zero.core.schedule import torch_internals
 from hf_zero.core.schedule.outside_reads import GuardedParameters
@@ -22,6 +22,8 @@ from hf_zero.core.schedule.torch_internals import (
     compiled_call,
     give_number,
     in_backward,
+    is_checkpointed,
+    is_recomputed,
     keeps_graph,
     leave_out_of_graphs,
     next_node,
@@ -149,6 +151,21 @@ def test_backward_runs_the_nodes_made_last_first() -> None:
     total.sum().backward()
     assert [number for number, _ in seen] == [3, 1, 0]
     assert all(known == [True, True, False, True] for _, known in seen)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_forward_under_checkpointing_is_told_from_its_recomputation(reentrant: bool) -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        seen.append((is_checkpointed(), is_recomputed()))
+        return x.sin().cos()
+
+    x = torch.ones(3, requires_grad=True)
+    with torch.autograd.graph.save_on_cpu():
+        function(x)
+    checkpoint(function, x, use_reentrant=reentrant).sum().backward()
+    assert seen == [(False, False), (not reentrant, False), (False, not reentrant)]
 
 
 def _reached(start: str) -> bool:

@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from hf_zero.core.units.layout import UnitState
+from hf_zero.core.units.unit import Unit
 from tests.support import ranks
 from tests.support.models import CASES, Batch
-from tests.support.parity import Run, check_training
+from tests.support.parity import Run, check_training, initialize
 from tests.support.rows import slow_but, thinned
-from tests.support.skipped_blocks import Chosen, TwoTowers, loss_of_choice
+from tests.support.skipped_blocks import Chosen, Regions, TwoTowers, loss_of_choice, loss_of_two_backwards
 
 STAGES = (0, 1, 2, 3)
 
@@ -59,12 +61,15 @@ CHOICES = {function.__name__: function for function in FEEDS}
 def _check(kind: str, choice: str, run: Run) -> None:
     def build() -> nn.Module:
         torch.manual_seed(0)
+        if kind == "regions":
+            return Regions()
         return TwoTowers() if kind == "towers" else Chosen(checkpointing=kind == "checkpointed")
 
     def feed(step: int, micro: int, rank: int) -> Batch:
         return {**CASES["mlp"].rows(step, micro, rank), "choice": torch.tensor(CHOICES[choice](step, micro, rank), dtype=torch.long)}
 
-    check_training(build, feed, loss_of_choice, run, label=f"{kind} {choice}")
+    loss = loss_of_two_backwards if kind == "two backwards" else loss_of_choice
+    check_training(build, feed, loss, run, label=f"{kind} {choice}")
 
 
 @thinned(stage=STAGES, choice=list(CHOICES))
@@ -88,3 +93,38 @@ def test_skipped_blocks_under_activation_checkpointing(stage: int) -> None:
 @pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))
 def test_a_batch_without_pixels_on_one_rank(stage: int) -> None:
     ranks.run_ranks(_check, 2, "towers", "nothing_on_rank_zero", Run(stage=stage, accumulation=2))
+
+
+@pytest.mark.fast_rows("3-layer_drop", "3-reversed_on_odd_ranks")
+@thinned(stage=STAGES, choice=["layer_drop", "reversed_on_odd_ranks", "repeated_on_one_rank"])
+def test_checkpointed_functions_of_two_blocks(stage: int, choice: str) -> None:
+    """The gradient of the second block's output is known before the function runs again, from its first block on."""
+    ranks.run_ranks(_check, 2, "regions", choice, Run(stage=stage, accumulation=2))
+
+
+@pytest.mark.fast_rows("3-reversed_on_odd_ranks")
+@thinned(stage=STAGES, choice=["layer_drop", "reversed_on_odd_ranks", "repeated_on_one_rank"])
+def test_two_backwards_over_one_graph(stage: int, choice: str) -> None:
+    ranks.run_ranks(_check, 2, "two backwards", choice, Run(stage=stage))
+
+
+def _count_unshards() -> None:
+    engine, unsharded, start = initialize(Regions(), Run(stage=3)), list[str](), Unit.start_unshard
+
+    def record(unit: Unit, exact: bool = False) -> None:
+        if unit.state is UnitState.SHARDED:
+            unsharded.append(unit.name)
+        start(unit, exact)
+
+    for step in range(2):
+        loss = loss_of_choice(engine, {**CASES["mlp"].rows(step), "choice": torch.arange(4)})
+        unsharded.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Unit, "start_unshard", record)
+            engine.backward(loss)
+        engine.step()
+        assert len(unsharded) == len(set(unsharded)) >= 4, unsharded
+
+
+def test_a_checkpointed_function_of_two_blocks_unshards_each_once() -> None:
+    ranks.run_ranks(_count_unshards, 2)

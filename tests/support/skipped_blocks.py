@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -23,6 +24,24 @@ class Chosen(Mlp):
         for index in choice.tolist():
             block = self.blocks[index]
             hidden = checkpoint(block, hidden, use_reentrant=False) if self.checkpointing else block(hidden)
+        return self.head(hidden)
+
+
+class Regions(Mlp):
+    """Model whose checkpointed functions run two blocks each, from two lists; the batch chooses the functions and their order."""
+
+    def __init__(self, regions: int = 4) -> None:
+        super().__init__(blocks=2 * regions)
+
+    def _region(self, index: int, hidden: Tensor) -> Tensor:
+        mixed: Tensor = hidden + self.blocks[index](hidden)
+        result: Tensor = mixed + self.blocks[index + len(self.blocks) // 2](mixed)
+        return result
+
+    def forward(self, inputs: Tensor, choice: Tensor) -> Tensor:
+        hidden = self.entry(inputs)
+        for index in choice.tolist():
+            hidden = checkpoint(self._region, index, hidden, use_reentrant=False)
         return self.head(hidden)
 
 
@@ -51,3 +70,13 @@ class TwoTowers(nn.Module):
 
 def loss_of_choice(model: nn.Module, batch: Batch) -> Tensor:
     return functional.cross_entropy(model(batch["inputs"], batch["choice"]).float(), batch["labels"])
+
+
+def loss_of_two_backwards(model: nn.Module, batch: Batch) -> Tensor:
+    """Return a loss of inputs moved along their gradient (adversarial training), and of the graph that this gradient is from."""
+    inputs = batch["inputs"].detach().requires_grad_()
+    logits = model(inputs, batch["choice"]).float()
+    loss = functional.cross_entropy(logits, batch["labels"])
+    (slope,) = torch.autograd.grad(loss, inputs, retain_graph=True)
+    moved = model((inputs + 0.1 * slope.sign()).detach(), batch["choice"]).float()
+    return loss + functional.mse_loss(moved, logits)

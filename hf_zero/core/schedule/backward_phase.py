@@ -284,9 +284,9 @@ class BackwardPhase:
     def recompute(self, block: Block) -> None:
         """Handle a forward inside backward: activation checkpointing.
 
-        [Note: recomputation] Reentrant checkpointing ran the block without gradient first; its backward immediately follows the
-        recomputation. Otherwise the block's outputs were watched in forward. In both cases the block is unsharded here and resharded when
-        backward has reached a later block, never at the end of the recomputation.
+        [Note: recomputation] Reentrant checkpointing ran the block without gradient first; its backward immediately follows. Otherwise the
+        block's outputs were watched in forward; their gradients may be known before the recomputation, which may run other blocks first.
+        The block is unsharded here and resharded when backward has reached a later block, never before it is recomputed, nor then.
         """
         if self.schedule is not None:
             with span("recompute", block.name):

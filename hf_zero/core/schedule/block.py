@@ -10,6 +10,7 @@ from torch import nn
 
 from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.schedule.reducer import Reducer
+from hf_zero.core.schedule.torch_internals import is_checkpointed, is_recomputed
 from hf_zero.core.units.layout import UnitState
 from hf_zero.core.units.shard import HasDerived, keepers
 from hf_zero.core.units.unit import Unit
@@ -34,6 +35,7 @@ class Block:
         open: Number of forwards of the module that are running.
         pending: Number of forwards whose backward has not begun.
         checkpointed: Number of forwards without gradient inside a training forward, which backward will recompute.
+        recomputes: Number of forwards with gradient whose tensors checkpointing has not saved, and which backward will recompute.
         read_elsewhere: Whether other modules read its parameters too, so that it stays unsharded until the phase ends. While it is, the
             root may read it unnoticed, and no hook announces when the root's backward reads it.
         externals: Other blocks whose parameters this module reads.
@@ -54,6 +56,7 @@ class Block:
     open: int = field(default=0, init=False)
     pending: int = field(default=0, init=False)
     checkpointed: int = field(default=0, init=False)
+    recomputes: int = field(default=0, init=False)
     read_elsewhere: bool = field(default=False, init=False)
     externals: list[Block] = field(default_factory=list, init=False)
     silent: bool = field(default=False, init=False)
@@ -85,9 +88,10 @@ class Block:
         """Note that no forward of the module runs any more, even if one has not ended."""
         self.open = 0
 
-    def watched(self) -> None:
-        """Count a forward that has ended and whose backward hooks on its outputs will announce."""
+    def watched(self, recomputes: bool) -> None:
+        """Count a forward that has ended and whose backward hooks on its outputs will announce; ``recomputes``: see the attribute."""
         self.pending += 1
+        self.recomputes += recomputes
 
     def unwatched(self) -> None:
         """Note that a forward has ended which autograd has recorded, and whose backward no hook announces."""
@@ -99,15 +103,19 @@ class Block:
 
     def mark_without_gradient(self) -> None:
         """Note that the running backward computes no gradient of an output of this block."""
-        self.pending = 0
+        self.pending = self.recomputes = 0
 
     def recomputed(self) -> None:
-        """Count a forward that backward has recomputed."""
-        self.checkpointed = max(0, self.checkpointed - 1)
+        """Count a forward that backward recomputes, and that other checkpointing inside the recomputed function may recompute again."""
+        if is_recomputed():
+            self.recomputes = max(0, self.recomputes - 1)
+        elif self.checkpointed:
+            self.checkpointed -= 1
+            self.recomputes += is_checkpointed()
 
     def reset(self) -> None:
         """Reset the counts at the end of an iteration: no forward runs, and no backward is pending."""
-        self.open = self.pending = self.checkpointed = 0
+        self.open = self.pending = self.checkpointed = self.recomputes = 0
         if self.silent:
             self.silent = False
             for unit in self.units:
@@ -137,6 +145,13 @@ class Block:
     def keepers(self) -> list[HasDerived]:
         """Return the units that keep values which follow from the shards of all ranks, [Note: dropped together]."""
         return keepers(self.units)
+
+    @property
+    def awaited(self) -> bool:
+        """Return whether the running backward will come to this block, as far as its outputs announce: to its functions, or a
+        recomputation. An output's gradient may be known long before the block is recomputed ([Note: recomputation]).
+        """
+        return bool(self.pending or self.checkpointed or self.recomputes)
 
     @property
     def sharded(self) -> bool:
@@ -376,4 +391,4 @@ class UnshardPass:
         """Return whether this rank needs a block that was unsharded for other ranks. In another pass of a forward it does not need blocks
         whose backward is pending: backward unshards them again.
         """
-        return block.kept or block.read_elsewhere or bool(block.open or (block.pending and not self._rerun))
+        return block.kept or block.read_elsewhere or bool(block.open or ((block.pending or block.recomputes) and not self._rerun))

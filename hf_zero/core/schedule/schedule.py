@@ -244,7 +244,7 @@ class UnshardSchedule:
                 self.request(block)
                 if not entry.comes:
                     block.mark_without_gradient()
-            if block.pending or block.checkpointed:  # this block's outputs announce it
+            if block.awaited:  # this block's outputs announce it
                 return
 
     def backward(self, block: Block) -> list[Block]:
@@ -256,11 +256,7 @@ class UnshardSchedule:
         index = self._pass.index_of(block)
         if index is not None:
             self._request_silent(index + 1)
-        done = [
-            other
-            for other in self._pass.passed(block)
-            if not (other.pending or other.checkpointed or other.read_elsewhere or other in block.externals)
-        ]
+        done = [other for other in self._pass.passed(block) if not (other.awaited or other.read_elsewhere or other in block.externals)]
         for other in done:
             self._pass.reshard(other)
         return done

@@ -97,6 +97,27 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+_top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # not in every version of torch
+
+
+def is_checkpointed() -> bool:
+    """Return whether the running forward is under non-reentrant activation checkpointing, and is the one whose tensors are not saved."""
+    return _innermost_hooks() == "_checkpoint_hook"
+
+
+def is_recomputed() -> bool:
+    """Return whether non-reentrant activation checkpointing runs the running forward again, for the tensors that were not saved."""
+    return _innermost_hooks() == "_recomputation_hook"
+
+
+def _innermost_hooks() -> str:
+    """Return the name of torch's class whose hooks get the tensors that functions save now, if it belongs to checkpointing; else ""."""
+    found = _top_hooks(False) if _top_hooks is not None else None
+    if found is None or getattr(found[0], "__module__", "") != "torch.utils.checkpoint":
+        return ""
+    return str(found[0].__qualname__).partition(".")[0]
+
+
 def call_after_backward(function: Callable[[], None]) -> None:
     """Call ``function`` when the running backward has run all its nodes; must be called from inside a node."""
     torch.autograd.Variable._execution_engine.queue_callback(function)

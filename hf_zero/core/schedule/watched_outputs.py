@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_zero.core.schedule.block import Block
-from hf_zero.core.schedule.torch_internals import next_node, number_of, outside_compile, reaches, will_run
+from hf_zero.core.schedule.torch_internals import is_checkpointed, next_node, number_of, outside_compile, reaches, will_run
 
 
 @dataclasses.dataclass
@@ -23,6 +23,7 @@ class _Forward:
     block: ref[Block]
     node: Any  # autograd node of the output that was made last
     is_last: bool  # whether this node is the last that the forward made
+    recomputes: bool  # whether backward recomputes the forward, see ``Block``
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +114,7 @@ class WatchedOutputs:
     def __init__(self, root: Block) -> None:
         self._root = root
         self._hooks: WeakSet[WatchedForward] = WeakSet()  # they live as long as the graph
+        self._earlier: list[WeakSet[WatchedForward]] = []  # those that were cleared: one set for each iteration whose graph still lives
         self._last: _Forward | None = None  # the forward watched last, inside the running forward of the complete module
         self._last_output: Callable[[], torch.Tensor | None] = lambda: None
         self._last_hook: Callable[[torch.Tensor], None] | None = None
@@ -122,7 +124,8 @@ class WatchedOutputs:
 
     def clear(self) -> None:
         """Clear all watched outputs at the end of an iteration."""
-        self._hooks.clear()
+        self._earlier = [hooks for hooks in (*self._earlier, self._hooks) if hooks]
+        self._hooks = WeakSet()
         self._forget_last()
 
     def _forget_last(self) -> None:
@@ -154,10 +157,11 @@ class WatchedOutputs:
         for tensor in tensors:
             lower = below is not None and number_of(tensor.grad_fn) <= number_of(below.node)
             tensor.register_hook(hook if lower else above)
-        block.watched()
+        recomputes = is_checkpointed()
+        block.watched(recomputes)
         self._hooks.add(watched)
         if block is not self._root and self._root.open:
-            self._last, self._last_output, self._last_hook = _Forward(ref(block), newest.grad_fn, is_last), ref(newest), above
+            self._last, self._last_output, self._last_hook = _Forward(ref(block), newest.grad_fn, is_last, recomputes), ref(newest), above
 
     def follow(self) -> None:
         """Move the hook to the new node of the last block's output, if the caller has changed the output in place."""
@@ -188,7 +192,18 @@ class WatchedOutputs:
                 block.mark_without_gradient()
             elif len(hooks) < block.pending or len(coming) < len(below) or not all(hook.is_last for hook in hooks):
                 found.append(UnannouncedBlock(block, comes=bool(coming) or unknown > 0))
+        self._expect_again()
         return found
+
+    def _expect_again(self) -> None:
+        """Count the forwards of earlier graphs that the running backward reaches once more (``retain_graph``).
+
+        Otherwise a block that it reaches out of the pass's order would be resharded before, and unsharded again on this rank alone.
+        """
+        lower = {id(hook.below): hook.below for hooks in self._earlier for hook in hooks}
+        for forward in lower.values():
+            if forward is not None and will_run(forward.node) and (block := forward.block()) is not None:
+                block.watched(forward.recomputes)
 
 
 def _is_reached(block: Block) -> bool:
