@@ -50,9 +50,9 @@ def test_a_block_that_is_recomputed_twice_gets_its_gradients_in_pieces() -> None
     assert not block.gradients[0].collected.piecemeal
     block.entered(recomputed_later=True)
     assert block.gradients[0].collected.piecemeal and block.checkpointed == 2
-    block.recomputed()
-    block.recomputed()
-    block.recomputed()
+    block.ran_again()
+    block.ran_again()
+    block.ran_again()
     assert block.checkpointed == 0
 
 

@@ -12,7 +12,7 @@ from tests.support import ranks
 from tests.support.models import CASES, Batch
 from tests.support.parity import Run, check_training, initialize
 from tests.support.rows import slow_but, thinned
-from tests.support.skipped_blocks import Chosen, Regions, TwoTowers, loss_of_choice, loss_of_two_backwards
+from tests.support.skipped_blocks import Chosen, Nested, Regions, TwoTowers, loss_of_choice, loss_of_two_backwards
 
 STAGES = (0, 1, 2, 3)
 
@@ -63,6 +63,8 @@ def _check(kind: str, choice: str, run: Run) -> None:
         torch.manual_seed(0)
         if kind == "regions":
             return Regions()
+        if kind.startswith("nested"):
+            return Nested(reentrant=kind == "nested reentrant")
         return TwoTowers() if kind == "towers" else Chosen(checkpointing=kind == "checkpointed")
 
     def feed(step: int, micro: int, rank: int) -> Batch:
@@ -95,15 +97,23 @@ def test_a_batch_without_pixels_on_one_rank(stage: int) -> None:
     ranks.run_ranks(_check, 2, "towers", "nothing_on_rank_zero", Run(stage=stage, accumulation=2))
 
 
-@pytest.mark.fast_rows("3-layer_drop", "3-reversed_on_odd_ranks")
-@thinned(stage=STAGES, choice=["layer_drop", "reversed_on_odd_ranks", "repeated_on_one_rank"])
+@pytest.mark.parametrize("choice", ["layer_drop", "reversed_on_odd_ranks"])
+@pytest.mark.parametrize("stage", slow_but(STAGES, 3))
 def test_checkpointed_functions_of_two_blocks(stage: int, choice: str) -> None:
     """The gradient of the second block's output is known before the function runs again, from its first block on."""
     ranks.run_ranks(_check, 2, "regions", choice, Run(stage=stage, accumulation=2))
 
 
-@pytest.mark.fast_rows("3-reversed_on_odd_ranks")
-@thinned(stage=STAGES, choice=["layer_drop", "reversed_on_odd_ranks", "repeated_on_one_rank"])
+@pytest.mark.parametrize("kind", ["nested", "nested reentrant"])
+@pytest.mark.parametrize("choice", ["layer_drop", "dropped_on_every_rank"])
+@pytest.mark.parametrize("stage", slow_but(STAGES, 3))
+def test_a_shared_block_in_checkpoints_inside_each_other(stage: int, choice: str, kind: str) -> None:
+    """A recomputation runs several blocks before the backward of the first of them, in another order than the pass."""
+    ranks.run_ranks(_check, 2, kind, choice, Run(stage=stage, accumulation=2))
+
+
+@pytest.mark.parametrize("choice", ["reversed_on_odd_ranks", pytest.param("repeated_on_one_rank", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", slow_but(STAGES, 3))
 def test_two_backwards_over_one_graph(stage: int, choice: str) -> None:
     ranks.run_ranks(_check, 2, "two backwards", choice, Run(stage=stage))
 

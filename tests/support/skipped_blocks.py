@@ -45,6 +45,24 @@ class Regions(Mlp):
         return self.head(hidden)
 
 
+class Nested(Mlp):
+    """Model whose reentrant checkpoints run one block, and the first block of the model inside another checkpoint of either kind."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(blocks=4)
+        self.reentrant = reentrant
+
+    def _region(self, index: int, hidden: Tensor) -> Tensor:
+        result: Tensor = checkpoint(self.blocks[0], self.blocks[index](hidden), use_reentrant=self.reentrant)
+        return result
+
+    def forward(self, inputs: Tensor, choice: Tensor) -> Tensor:
+        hidden = self.entry(inputs)
+        for index in choice.tolist():
+            hidden = checkpoint(self._region, index, hidden, use_reentrant=True)
+        return self.head(hidden)
+
+
 class TwoTowers(nn.Module):
     """Text blocks that always run, and vision blocks that run only when the batch has pixels."""
 

@@ -284,9 +284,9 @@ class BackwardPhase:
     def recompute(self, block: Block) -> None:
         """Handle a forward inside backward: activation checkpointing.
 
-        [Note: recomputation] Reentrant checkpointing ran the block without gradient first; its backward immediately follows. Otherwise the
-        block's outputs were watched in forward; their gradients may be known before the recomputation, which may run other blocks first.
-        The block is unsharded here and resharded when backward has reached a later block, never before it is recomputed, nor then.
+        [Note: recomputation] Reentrant checkpointing ran the block without gradient first; the outputs of its recomputation are watched.
+        Otherwise the outputs were watched in forward; their gradients may be known before the recomputation. Other blocks may run between a
+        recomputation and its backward. So the block is resharded when backward reaches a later block and none of these is still to come.
         """
         if self.schedule is not None:
             with span("recompute", block.name):

@@ -10,7 +10,7 @@ from torch import nn
 
 from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.schedule.reducer import Reducer
-from hf_zero.core.schedule.torch_internals import is_checkpointed, is_recomputed
+from hf_zero.core.schedule.torch_internals import is_recomputed, next_node
 from hf_zero.core.units.layout import UnitState
 from hf_zero.core.units.shard import HasDerived, keepers
 from hf_zero.core.units.unit import Unit
@@ -106,12 +106,14 @@ class Block:
         self.pending = self.recomputes = 0
 
     def recomputed(self) -> None:
-        """Count a forward that backward recomputes, and that other checkpointing inside the recomputed function may recompute again."""
+        """Count a forward that begins inside backward."""
+        self.first_node = next_node()
         if is_recomputed():
             self.recomputes = max(0, self.recomputes - 1)
-        elif self.checkpointed:
-            self.checkpointed -= 1
-            self.recomputes += is_checkpointed()
+
+    def ran_again(self) -> None:
+        """Count a recomputation that has ended, of a forward that ran without gradient."""
+        self.checkpointed = max(0, self.checkpointed - 1)
 
     def reset(self) -> None:
         """Reset the counts at the end of an iteration: no forward runs, and no backward is pending."""

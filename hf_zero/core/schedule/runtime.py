@@ -36,6 +36,7 @@ from hf_zero.core.schedule.torch_internals import (
     compiled_call,
     in_backward,
     is_compiled_wrapper,
+    is_recomputed,
 )
 from hf_zero.core.units.divided import PartsInLoss
 from hf_zero.core.units.guards import unguard_unprepared
@@ -326,6 +327,9 @@ class Runtime:
             self.forward.leave(block, raised)
             if self.draws is not None and block is self.root:
                 self.draws.look(begins=False)
+        elif block.checkpointed and torch.is_grad_enabled() and not (output is RAISED or is_recomputed()):
+            block.ran_again()  # without gradients, an inner checkpoint will run it once more
+            self.backward.watch(block, output)
         if not self.forward.stack:
             self._outside_reads.end_forward()
 
