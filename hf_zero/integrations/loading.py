@@ -302,8 +302,8 @@ def fill_sharded(method: Any, model: nn.Module, state_dict: dict[str, Any], *arg
         **kwargs: Further arguments of the function.
     """
     if not (args or kwargs):  # transformers 4, which loads into tied weights under each name; without stage 3 the first name counts
-        names = [name for same in _shared_names(model) for name in [name for name in same if name in state_dict][1:]]
-        state_dict = {name: value for name, value in state_dict.items() if name not in names}
+        others = {name for same in _shared_names(model) for name in [name for name in same if name in state_dict][1:]}
+        state_dict = {name: value for name, value in state_dict.items() if name not in others}
     adding = [module for module in model.modules() if type(module)._load_from_state_dict is not nn.Module._load_from_state_dict]
     for module in adding:
         _without_additions(module)
@@ -318,7 +318,7 @@ def fill_sharded(method: Any, model: nn.Module, state_dict: dict[str, Any], *arg
         _require_all_loaded(model, state_dict, found[1])
     conversions: Any = model.__dict__.get("_weight_conversions")
     if conversions is not None:
-        model.__dict__["_weight_conversions"] = [conversion for conversion in conversions if _was_used(conversion)]
+        model.__dict__["_weight_conversions"] = [conversion for conversion in conversions if _was_used(conversion, state_dict)]
     return found
 
 
@@ -366,8 +366,12 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
-def _was_used(conversion: Any) -> bool:
-    return bool(getattr(conversion, "was_used", lambda: True)())  # transformers before 5.20 does not record it
+def _was_used(conversion: Any, names: Iterable[str]) -> bool:
+    """Return whether a checkpoint with these names needed ``conversion``; transformers before 5.20 does not record it."""
+    recorded, pattern = getattr(conversion, "was_used", None), getattr(conversion, "compiled_sources", None)
+    if recorded is not None or pattern is None:
+        return bool(recorded is None or recorded())
+    return any(pattern.search(name) for name in names)
 
 
 def _without_additions(module: nn.Module) -> None:
