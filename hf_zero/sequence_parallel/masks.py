@@ -162,19 +162,20 @@ class RowMasks(WholeMasks):
 
         return rows
 
-    def _rows(
-        self, function: Callable[..., Any], causal: bool, *, q_length: int, kv_length: int, allow_is_causal_skip: bool = True, **kwargs: Any
-    ) -> Any:
+    def _rows(self, function: Callable[..., Any], causal: bool, *, kv_length: int, allow_is_causal_skip: bool = True, **kwargs: Any) -> Any:
         """Return the result of the table's ``function`` for the rows of this place; None where causality alone defines the mask."""
         local, padding = kwargs.get("local_size"), kwargs.get("attention_mask")
         is_full = padding is None or bool(padding.all())
-        if allow_is_causal_skip and causal and is_full and (local is None or kv_length < local) and function.__name__ == "sdpa_mask":
+        if (
+            allow_is_causal_skip
+            and causal
+            and is_full
+            and (local is None or kv_length < local)
+            and function.__name__.startswith("sdpa_mask")
+        ):
             return None
-        start = kwargs.pop("q_offset", 0)
-        parts = [
-            function(q_length=end - first, kv_length=kv_length, q_offset=start + first, allow_is_causal_skip=False, **kwargs)
-            for first, end in self.layout.parts(q_length)
-        ]
+        rows = self._arguments_of_rows(kwargs)
+        parts = [function(kv_length=kv_length, allow_is_causal_skip=False, **kwargs, **chosen) for chosen in rows]
         if any(part is None for part in parts):
             return None
         mask = torch.cat(parts, dim=-2)
@@ -182,3 +183,13 @@ class RowMasks(WholeMasks):
         if causal and (is_full or mask.dtype == torch.bool):
             causal_rows[mask] = True
         return mask
+
+    def _arguments_of_rows(self, given: dict[str, Any]) -> list[dict[str, Any]]:
+        """Remove from ``given`` the arguments of a mask function that choose its rows, and return those for each part of this place's rows.
+
+        transformers before 5.4 takes the positions of the rows, later versions a length and an offset.
+        """
+        if (positions := given.pop("cache_position", None)) is not None:
+            return [{"cache_position": positions[first:end]} for first, end in self.layout.parts(len(positions))]
+        length, start = given.pop("q_length"), given.pop("q_offset", 0)
+        return [{"q_length": end - first, "q_offset": start + first} for first, end in self.layout.parts(length)]

@@ -13,10 +13,11 @@ import torch
 from tests.support import processes
 from tests.support.examples import EXAMPLES, RUN_SECONDS, TEST_SECONDS
 from tests.support.launches import run_on_ranks
+from tests.support.versions import TRANSFORMERS_5
 
 FOLDER = EXAMPLES / "minimal"
 SCRIPTS = sorted(FOLDER.glob("*.py"))
-LOSS = re.compile(r"(?:'loss': '|loss )([0-9.]+)")
+LOSS = re.compile(r"(?:'loss': '?|loss )([0-9.]+)")
 STEPS = re.compile(r"(?<=STEPS = 64, )100|(?<=max_steps=)\d+")
 
 
@@ -69,6 +70,8 @@ def _check(script: Path, printed: str, cwd: Path) -> None:
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_a_copy_with_fewer_steps_learns_and_leaves_a_model(script: Path, tmp_path: Path) -> None:
     """Run it on ranks of the pool, which have imported everything; it logs its first and its last step."""
+    if script.stem == "long_sequences" and not TRANSFORMERS_5:
+        pytest.skip("transformers 4 does not offload the inputs of checkpoints")
     text, changed = STEPS.subn("20", script.read_text())
     assert changed == 1
     copy = tmp_path / "scripts" / script.name

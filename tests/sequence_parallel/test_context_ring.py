@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from hf_zero.sequence_parallel import gathered as gathered_keys
 from hf_zero.sequence_parallel.blocks import Scores
 from hf_zero.sequence_parallel.gathered import ContextAttention
 from hf_zero.sequence_parallel.joining import Layout
+from hf_zero.sequence_parallel.masks import RowMasks
 from tests.sequence_parallel.context import check, config, script_batch
 from tests.sequence_parallel.kinds import MASKS, mistral
 from tests.support import ranks, zoo
@@ -230,3 +232,15 @@ def dropped() -> None:
 
 def test_dropout_and_other_attention() -> None:
     ranks.run_ranks(dropped, 2)
+
+
+def test_rows_of_a_mask_by_positions_and_by_lengths() -> None:
+    """Mask functions of transformers take the positions of rows before 5.4, and a length and an offset since."""
+    masks = object.__new__(RowMasks)
+    masks.layout = cast(Layout, SimpleNamespace(parts=lambda length: [(0, 2), (length - 2, length)]))
+    given = {"cache_position": torch.arange(8) + 3, "batch_size": 1}
+    assert [chosen["cache_position"].tolist() for chosen in masks._arguments_of_rows(given)] == [[3, 4], [9, 10]]
+    assert given == {"batch_size": 1}
+    given = {"q_length": 8, "q_offset": 3, "batch_size": 1}
+    assert masks._arguments_of_rows(given) == [{"q_length": 2, "q_offset": 3}, {"q_length": 2, "q_offset": 9}]
+    assert given == {"batch_size": 1}
