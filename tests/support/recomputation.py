@@ -44,7 +44,6 @@ def check_recomputation(run: Run, mode: str) -> None:
 def train_transformers(name: str, run: Run, reentrant: bool | None) -> Trace:
     case = CASES[name]
     model = case.build()
-    model.config.use_cache = False  # checkpointing turns it off, and transformers 4 rounds otherwise with it
     if reentrant is not None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     engine = initialize(model, run)
