@@ -348,8 +348,8 @@ def _load_buffers(model: Any, state_dict: dict[str, Any]) -> set[str]:
 
 def _require_all_loaded(model: Any, state_dict: dict[str, Any], missing: set[str]) -> None:
     """Raise if weights are ``missing`` that the checkpoint has under their own names: transformers 5.0.0 loses them if it fuses experts."""
-    within = _within(model)
-    lost = sorted(name for name in missing if name in state_dict or name.removeprefix(within) in state_dict)
+    within, params = _within(model), dict(model.named_parameters(remove_duplicate=False))
+    lost = sorted(name for name in missing & params.keys() if name in state_dict or name.removeprefix(within) in state_dict)
     if lost:
         raise StateError(
             f"transformers {metadata.version('transformers')} did not load {len(lost)} weights at stage 3 that the checkpoint has, and "

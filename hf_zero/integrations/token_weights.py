@@ -95,6 +95,8 @@ def _tensor_ranks_in_loss(method: Callable[..., Any], trainer: Any, num_items_in
     were multiplied by ``tp_size``.
     """
     size = getattr(getattr(trainer.accelerator, "parallelism_config", None), "tp_size", 1)
+    if size == 1:
+        return 1
     names = {"tp_size", "get_tp_size"} & set(inspect.unwrap(method).__code__.co_names)
     averages = trainer.args.average_tokens_across_devices and (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func)
     return size if averages and num_items_in_batch is not None and not names else 1

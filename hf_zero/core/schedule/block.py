@@ -106,7 +106,7 @@ class Block:
         self.pending = self.recomputes = 0
 
     def recomputed(self) -> None:
-        """Count a forward that begins inside backward."""
+        """Note a forward that begins inside backward: its first node, and that it is no longer to come."""
         self.first_node = next_node()
         if is_recomputed():
             self.recomputes = max(0, self.recomputes - 1)
