@@ -108,6 +108,12 @@ def module_state_dict(engine: ConfiguredEngine, *args: Any, exclude_frozen_param
     return state
 
 
+def rank_to_load_from(engine: ConfiguredEngine) -> int | None:
+    """Return the rank whose whole weights count at stage 3; None where ranks hold parts of layers or other experts, and load their own."""
+    topology = engine.collectives.topology
+    return 0 if topology.model is None and topology.expert is None else None
+
+
 def load_module_state_dict(
     engine: ConfiguredEngine,
     checkpoint: Mapping[str, Any],
@@ -133,8 +139,7 @@ def load_module_state_dict(
     engine.offloaded_states.require_none("load_module_state_dict()")
     within = checkpoint.get("module")
     state_dict = dict(within if isinstance(within, Mapping) else checkpoint)
-    topology = engine.collectives.topology
-    source = 0 if topology.model is None and topology.expert is None else None
+    source = rank_to_load_from(engine)
     with GatheredParameters(list(engine.module.parameters()), modifier_rank=source, enabled=engine.stage_policy.parameters_sharded):
         if custom_load_fn is not None:
             custom_load_fn(src=state_dict, dst=engine.module)

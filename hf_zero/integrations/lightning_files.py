@@ -18,7 +18,7 @@ from hf_zero.checkpoint.format.names import LATEST_FILE
 from hf_zero.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from hf_zero.core.schedule.gathered_parameters import GatheredParameters
 from hf_zero.deepspeed.configured import ConfiguredEngine
-from hf_zero.deepspeed.requests import load_module_state_dict
+from hf_zero.deepspeed.requests import load_module_state_dict, rank_to_load_from
 from hf_zero.deepspeed.served.state_files import read_client_state
 
 AVERAGES = "hf_zero_averaged_weights"
@@ -86,17 +86,18 @@ def load_weights(function: Callable[..., None], strategy: Any, checkpoint: Any, 
         if not engine.stage_policy.parameters_sharded:
             load_module_state_dict(engine, checkpoint["state_dict"], strict)
             return
-        with _gathered_by_module(engine.module):
+        engine.offloaded_states.require_none("loading a file with load_full_weights=True")
+        with _gathered_by_module(engine.module, rank_to_load_from(engine)):
             engine.module.load_state_dict(checkpoint["state_dict"], strict=strict)
         engine.progress.loads += 1
 
 
 @contextmanager
-def _gathered_by_module(whole: nn.Module) -> Iterator[None]:
-    """Let each module of ``whole`` gather its own parameters while ``load_state_dict`` loads them; rank 0's values count."""
+def _gathered_by_module(whole: nn.Module, source: int | None) -> Iterator[None]:
+    """Let each module of ``whole`` gather its own parameters while ``load_state_dict`` loads them; values of the rank ``source`` count."""
 
     def gathered(module: nn.Module, load: Callable[..., None], *args: Any) -> None:
-        with GatheredParameters(list(module.parameters(recurse=False)), modifier_rank=0):
+        with GatheredParameters(list(module.parameters(recurse=False)), modifier_rank=source):
             load(*args)
 
     name = "_load_from_state_dict"
