@@ -19,7 +19,7 @@ from hf_zero.config.read import read_config
 from hf_zero.config.schema.fields import Section
 from hf_zero.config.schema.root import ZeroConfig
 from hf_zero.config.spelling import Speller, without_unit
-from hf_zero.config.table import Row, rows_of, without_effect
+from hf_zero.config.table import NOT_ALLOWED, Row, rows_of, without_effect
 from hf_zero.errors import ConfigError
 from hf_zero.system.secrets import MASK
 
@@ -127,7 +127,7 @@ def analyse(
     data, origin = speller.canonical(raw), speller.origin
     _fill_block(data, ZeroConfig, "", given, origin)
     _fill_from_optimizer(data, origin)
-    data = _typed(data, ZeroConfig, "", problems)
+    data = _typed(data, ZeroConfig, "", problems, origin)
     batch = _solve_batch(data, world_size, origin, problems)
     if match_sources:
         _check_matches(data, given, batch, origin, problems)
@@ -181,7 +181,7 @@ def _fill_from_optimizer(data: dict[str, Any], origin: dict[str, str]) -> None:
 # ---------------------------------------------------------------------------------------------------------------- types
 
 
-def _typed(data: dict[str, Any], section: type[Section], path: str, problems: Problems) -> dict[str, Any]:
+def _typed(data: dict[str, Any], section: type[Section], path: str, problems: Problems, origin: dict[str, str]) -> dict[str, Any]:
     """Return the block with every value converted to its type; report values that do not fit, and leave them out."""
     typed: dict[str, Any] = {}
     for name, value in data.items():
@@ -191,17 +191,18 @@ def _typed(data: dict[str, Any], section: type[Section], path: str, problems: Pr
             continue
         nested = nested_of(section, name)
         if nested and nested.kind == "one":
-            typed[name] = _typed(value, nested.section, here, problems)
+            typed[name] = _typed(value, nested.section, here, problems, origin)
         elif nested and nested.kind == "list":
-            typed[name] = [_typed(item or {}, nested.section, f"{here}[{i}]", problems) for i, item in enumerate(value)]
+            typed[name] = [_typed(item or {}, nested.section, f"{here}[{i}]", problems, origin) for i, item in enumerate(value)]
         elif nested:
-            typed[name] = {key: _typed(item or {}, nested.section, f"{here}.{key}", problems) for key, item in value.items()}
-        else:
-            _store_typed(typed, section, name, value, here, problems)
+            typed[name] = {key: _typed(item or {}, nested.section, f"{here}.{key}", problems, origin) for key, item in value.items()}
+        elif not _store_typed(typed, section, name, value, here, problems):
+            origin[here] = NOT_ALLOWED
     return typed
 
 
-def _store_typed(typed: dict[str, Any], section: type[Section], name: str, value: Any, here: str, problems: Problems) -> None:
+def _store_typed(typed: dict[str, Any], section: type[Section], name: str, value: Any, here: str, problems: Problems) -> bool:
+    """Store ``value`` with its type in ``typed``; return False, and report an error, if it does not fit."""
     try:
         converted = adapter_of(section, name).validate_python(value)
     except ValidationError:
@@ -212,9 +213,10 @@ def _store_typed(typed: dict[str, Any], section: type[Section], name: str, value
             elements = "elements" in (section.model_fields[name].description or "").lower()
             allowed += " without a unit: it counts elements, not bytes" if elements else f" without a unit, such as {number}"
         problems.error(here, f"is {found}; allowed: {allowed} (default {show(default)})")
-        return
+        return False
     if converted is not None:
         typed[name] = converted
+    return True
 
 
 def _build(data: dict[str, Any], problems: Problems) -> ZeroConfig | None:

@@ -17,6 +17,8 @@ from hf_zero.config.problems import show
 from hf_zero.config.schema.fields import asks, is_on
 from hf_zero.system.secrets import MASK, hidden_under
 
+NOT_ALLOWED = "file (not allowed)"  # origin of a value that does not fit its key
+
 
 class Row(NamedTuple):
     """One line of `explain`: a key, its value as JSON text, the value's origin, the key's fate and its effect."""
@@ -50,8 +52,12 @@ def rows_of(resolved: dict[str, Any], origin: dict[str, str], everything: bool =
             value = MASK
         elif key.path != path:  # a key that the user chose: the schema does not describe its value
             value = hidden_under(path.rpartition(".")[2], value)
-        shown = "(default of the class)" if left_open else MASK if value == MASK else show(value)
-        rows.append(Row(path, shown, origin.get(path, "default"), *_fate_and_effect(key, value, values)))
+        source = origin.get(path, "default")
+        if source == NOT_ALLOWED:
+            shown = "(see the error)"
+        else:
+            shown = "(default of the class)" if left_open else MASK if value == MASK else show(value)
+        rows.append(Row(path, shown, source, *_fate_and_effect(key, value, values)))
     return rows
 
 

@@ -17,6 +17,7 @@ import pytest
 from hf_zero.config.auto import AUTO_RULES, SOURCE_NAMES, hidden_size_of, infer_sources_from_model
 from hf_zero.config.keys import all_keys
 from hf_zero.config.resolve import analyse, resolve
+from hf_zero.config.table import rows_of
 from hf_zero.errors import ConfigError
 from tests.support.rows import each
 
@@ -397,3 +398,9 @@ def test_a_size_with_a_unit_is_told_what_it_counts(path: str, value: str, words:
     assert line.startswith(f'`{path}` is "{value}"; allowed: ')
     for word in words:
         assert word in line
+
+
+def test_a_value_that_is_not_allowed_is_not_listed_as_the_default() -> None:
+    found = analyse({"fp16": {"enabled": True, "loss_scale": -1}})
+    rows = {row.key: row for row in rows_of(found.resolved, found.origin)}
+    assert rows["fp16.loss_scale"][1:3] == ("(see the error)", "file (not allowed)")
