@@ -106,6 +106,44 @@ def test_a_state_dict_that_one_rank_saves(tmp_path: Path) -> None:
     ranks.run_ranks(_saves_of_one_rank, 2, tmp_path)
 
 
+def _saves_of_an_average(folder: Path) -> None:
+    """The end of DeepSpeed-Chat with an average of the weights, whose engine does not train."""
+    import hf_zero
+    from hf_zero.errors import StateError
+    from hf_zero.zero import GatheredParameters
+
+    case, file = CASES["gpt2"], folder / "pytorch_model.bin"
+    engine = initialize(case.build(), Run(3))
+    settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+    average, *_ = hf_zero.initialize(model=case.build(), config=settings)
+
+    def step(number: int) -> None:
+        engine.backward(engine(**case.rows(number, 0, ranks.rank())).loss)
+        engine.step()
+
+    if ranks.rank() == 0:
+        torch.save(average.module.state_dict(), file)
+        with pytest.raises(StateError, match="has no values in this file"):
+            torch.load(file, weights_only=False)
+    gathered = {}
+    for name, param in average.module.named_parameters():
+        with GatheredParameters([param] if param.ds_status.name == "NOT_AVAILABLE" else []):
+            gathered[name] = param.data.cpu()
+    step(0)
+    if ranks.rank() == 0:
+        torch.save(gathered, file)
+        loaded = torch.load(file)
+        assert all(torch.equal(value, loaded[name]) for name, value in case.build().named_parameters())
+        torch.save(average.module.state_dict(), file)
+    with pytest.raises(StateError, match=r"a state dict without values was saved, .* \(rank 0\)"):
+        step(1)
+    step(2)
+
+
+def test_a_state_dict_of_a_model_that_does_not_train(tmp_path: Path) -> None:
+    ranks.run_ranks(_saves_of_an_average, 2, tmp_path)
+
+
 def _before_the_engine() -> None:
     import hf_zero
     from hf_zero.errors import StateError

@@ -15,6 +15,7 @@ from hf_zero.core.schedule.read_gradients import ShownGradients
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.step.agreement import SharedFact, agree
 from hf_zero.core.units.checksums import checksum
+from hf_zero.core.units.guards import unsaved_beside
 from hf_zero.core.units.layout import UnitState
 from hf_zero.core.units.marks import is_part, tp_shard_of
 from hf_zero.core.units.registration import loose_params, take_written_loose
@@ -193,7 +194,12 @@ def _require_same(by_rank: Sequence[Sequence[str]], held: Sequence[Container[str
 
 
 def saved_empty(units: Sequence[Unit]) -> str:
-    """Return the error for parameters that the script has saved without values and not gathered since, and forget them; "" for none."""
+    """Return the error for parameters that the script has saved without values and not gathered since, and forget them; "" for none.
+
+    Args:
+        units: Units of the engine that steps; those of engines that do not train are looked at too.
+    """
+    units = [*units, *unsaved_beside()]
     names = [unit.layout.slots[index].name for unit in units for index in sorted(unit.unsaved)]
     for unit in units:
         unit.unsaved.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from hf_zero.core.units.marks import is_elsewhere, is_expert, is_packed, whole_shape
 from hf_zero.core.units.sharded_parameter import Valueless, refusal
-from hf_zero.core.units.unit import find_unit, full_shape, is_sharded
+from hf_zero.core.units.unit import Unit, find_unit, full_shape, is_sharded
 from hf_zero.errors import StateError, saved_without_values
 from hf_zero.observe import logger, warn_once
 
@@ -102,9 +103,10 @@ class UnsavedTensor(Valueless):
     shared storages and undo weight conversions. All of this needs no values and works; moving or copying a placeholder gives another
     placeholder. Operations that need values raise: arithmetic, and writing to a file, which reads the tensor's address or its bytes. Only a
     pickle (``torch.save``) succeeds, with a warning: some scripts write it on rank 0, and then the gathered weights over it.
-    Loading such a file raises, and so does the next step on all ranks unless the parameters were gathered in between. ``load_state_dict``
-    accepts only the placeholder of the same parameter, and leaves the parameter unchanged. It refuses a copy of the placeholder, because a
-    real copy would contain the values at the time of copying.
+    Loading such a file raises, and so does the next step on all ranks unless the parameters were gathered in between; a model that does not
+    train (an average, a reference) takes no steps, so the next step of any engine raises. ``load_state_dict`` accepts only the placeholder
+    of the same parameter, and leaves the parameter unchanged. It refuses a copy of the placeholder, because a real copy would contain the
+    values at the time of copying.
     """
 
     copied: UnsavedTensor | None = None  # the placeholder that this one is a copy of
@@ -142,15 +144,25 @@ class UnsavedTensor(Valueless):
         source = (self if self.copied is None else self.copied).source
         owner = find_unit(source) if source is not None else None
         training = owner[0].belongs_to() if owner is not None and owner[0].belongs_to is not None else None
-        if owner is None or training is None or not training.trains or is_expert(source) or is_elsewhere(source):
+        if owner is None or training is None or is_expert(source) or is_elsewhere(source):
             raise self.refused("its bytes were requested")
         if not any(unit.unsaved for unit in training.units()):
             logger.warning("%s", self.refused("the script has saved it nevertheless: loading that file will raise an error"))
         owner[0].unsaved.add(owner[1])
+        if not training.trains:
+            _unsaved_beside.add(owner[0])
         return saved_without_values, (self.parameter, tuple(self.shape), str(self.dtype))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnsavedTensor:
         return self._copy(self, self.device)
+
+
+_unsaved_beside: WeakSet[Unit] = WeakSet()
+
+
+def unsaved_beside() -> list[Unit]:
+    """Return units of engines that do not train in which the script has saved parameters without values, and not gathered them since."""
+    return [unit for unit in _unsaved_beside if unit.unsaved]
 
 
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
