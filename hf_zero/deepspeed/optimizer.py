@@ -252,6 +252,30 @@ class DeepSpeedOptimizer(ShardedOptimizer):
         return self.overflow
 
     @property
+    def skip_step(self) -> bool:
+        """Return False: an assigned True has taken effect at once."""
+        return False
+
+    @skip_step.setter
+    def skip_step(self, skip: bool) -> None:
+        """Leave out the update that waits: its ``step`` changes nothing, also not the schedule; every rank must assign the same.
+
+        DeepSpeed-Chat assigns it to the model without an overflow, where one of two models has one.
+
+        Raises:
+            StateError: No gradients wait for ``step``.
+        """
+        if not skip:
+            return
+        engine = self._engine()
+        if not engine.accumulation.awaits_update:
+            raise StateError(
+                "engine.optimizer.skip_step was set to True, but no gradients wait for step(), so none would be left out: set it between "
+                "the backward that completes an optimizer step and step()"
+            )
+        engine.zero_grad()
+
+    @property
     def dynamic_loss_scale(self) -> bool:
         """Return whether the loss scale changes."""
         return bool(self.scaler.dynamic)

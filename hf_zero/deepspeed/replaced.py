@@ -90,7 +90,6 @@ _CHANGES_TRAINING = {
         ],
         _GRADIENTS,
     ),
-    "skip_step": "to leave out a step, call engine.zero_grad() in place of engine.step()",
     **dict.fromkeys(
         [
             "_INSTRUCTION_MAP",
