@@ -53,7 +53,7 @@ def test_explain(further: list[str], capsys: pytest.CaptureFixture[str]) -> None
         json.dumps({"comet": {"api_key": {SECRET: 1}}}),
         f'{{"comet": {{"api_key": "{SECRET}", "api_key": "x"}}}}',
         json.dumps({"comet": [{"api_key": SECRET}]}),
-        json.dumps({"sparse_attention": {"token": SECRET}, "hybrid_engine": {"enabled": True}}),
+        json.dumps({"sparse_attention": {"token": SECRET}, "nebula": {"enabled": True}}),
         json.dumps({"comet": {"mode": f"https://a:{SECRET}@host/x?sig={SECRET}"}}),
     ],
 )

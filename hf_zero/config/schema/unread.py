@@ -161,9 +161,10 @@ NEBULA = _block("enabled",
     num_of_version_in_retention=2)
 
 HYBRID_ENGINE = _block("enabled",
-    enabled=refused(False, "Train and generate with one engine",
-        "not supported: call generate() on the module, gathered units are released again afterwards"),
-    max_out_tokens=512, inference_tp_size=1, release_inference_cache=False, pin_parameters=True, tp_gather_partition_size=8,
+    enabled=accepted(False, "Train and generate with one engine", "engine.module.generate() of every engine runs the model's own code"),
+    inference_tp_size=refused(1, "Tensor-parallel degree of generation",
+        "not supported: tensor_parallel divides layers in training and generation alike"),
+    max_out_tokens=512, release_inference_cache=False, pin_parameters=True, tp_gather_partition_size=8,
     enable_cuda_graph=False)
 
 INFERENCE = _block(free=True,

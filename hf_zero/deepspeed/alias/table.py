@@ -307,7 +307,7 @@ _PIPELINE = (
     "are those of torch.distributed.pipelining (docs/pipeline-module.md)"
 )
 _INFERENCE = "inference kernels are not implemented; serve the saved Hugging Face model with vLLM, TGI or transformers"
-_HYBRID = "the hybrid engine is not implemented; generate with the model under GatheredParameters, or with vLLM"
+_HYBRID = "generation needs no engine of its own: engine.module.generate() of every engine runs the model's own code"
 _MOE = "of DeepSpeed's layers of experts there are MoE, its gate and param groups; other models' experts: expert_parallel (docs/experts.md)"
 _CONFIG = "hf_zero reads the configuration with hf_zero.config.resolve.resolve(source), which returns every value with its origin"
 _BUILDER = "nothing is compiled at run time, so there are no op builders"
