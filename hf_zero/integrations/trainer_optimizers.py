@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from importlib import metadata
 from typing import Any
 
 import torch
 
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.observe import warn_once
 
 _OWN_OPTIMIZER = "_hf_zero_own_optimizer"  # attribute of a Trainer that was given an optimizer
 _CREATE, _CREATE_SCHEDULER = "create_optimizer", "create_scheduler"
 _ADAMW = ("adamw_torch", "adamw_torch_fused")  # the defaults of transformers
+_PREPARES_NOTHING = "5.1.0"  # of transformers: its Trainer prepares a model only for an optimizer or a scheduler of the configuration
 
 
 def with_own_optimizer(method: Callable[..., Any], trainer: Any, num_training_steps: int, inference: bool = False) -> Any:
@@ -26,6 +28,7 @@ def with_own_optimizer(method: Callable[..., Any], trainer: Any, num_training_st
 
     Raises:
         ConfigError: The configuration has an optimizer or a scheduler too, or the Trainer trains a second time with the same optimizer.
+        UnsupportedError: transformers 5.1.0 would train without an engine.
     """
     _correct_transformers_4(trainer)
     if inference:
@@ -40,6 +43,7 @@ def with_own_optimizer(method: Callable[..., Any], trainer: Any, num_training_st
         )
     given = None if accelerated else given
     _require_one(trainer, given, scheduler)
+    _require_prepared_model(trainer)
     try:
         if given is not None:
             setattr(trainer, _OWN_OPTIMIZER, True)
@@ -62,6 +66,21 @@ def _correct_transformers_4(trainer: Any) -> None:
         config._dtype = torch.float32
     if config is not None and not trainer.args.max_grad_norm and not hasattr(trainer, "_get_grad_norm"):
         config.config.setdefault("gradient_clipping", 0.0)
+
+
+def _require_prepared_model(trainer: Any) -> None:
+    """Raise under the version of transformers that runs the bare model if the configuration has neither optimizer nor scheduler.
+
+    Raises:
+        UnsupportedError: This version is installed, and the configuration has none of the two sections.
+    """
+    config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config
+    if metadata.version("transformers") == _PREPARES_NOTHING and not (config.get("optimizer") or config.get("scheduler")):
+        raise UnsupportedError(
+            f"transformers {_PREPARES_NOTHING} prepares no model for a DeepSpeed configuration without an optimizer section, so nothing "
+            'would train it. Install transformers 5.2 or later, or add "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": '
+            '"auto", "eps": "auto", "weight_decay": "auto"}} to the configuration'
+        )
 
 
 def _own_scheduler(trainer: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from hf_zero.errors import UnsupportedError
 from hf_zero.integrations import trainer_optimizers
 from tests.support import ranks
 
@@ -122,3 +124,26 @@ def test_no_clipping_counts_without_a_key(written: dict[str, Any], max_grad_norm
     trainer, holder = _trainer_of_4(dict(written), max_grad_norm)
     trainer_optimizers.with_own_optimizer(lambda *_: None, trainer, 1, inference=True)
     assert holder.config.get("gradient_clipping") == clips_at
+
+
+@dataclass
+class _Arguments:
+    optim: str = "adamw_torch"
+    max_grad_norm: float = 1.0
+
+
+@pytest.mark.parametrize("section", ["", "optimizer", "scheduler"])
+def test_the_version_that_prepares_no_model_is_refused(section: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainer of transformers 5.1.0 calls ``prepare`` only where it has a scheduler of the configuration; the bare model would run."""
+    trainer, _ = _trainer_of_4({section: {"type": "Any"}} if section else {}, 1.0)
+    vars(trainer).update(optimizer=None, lr_scheduler=None, optimizer_cls_and_kwargs=None)
+    trainer.args = _Arguments()
+    made = lambda *_: ("optimizer", "scheduler")  # noqa: E731
+    monkeypatch.setattr(trainer_optimizers.metadata, "version", lambda name: "5.2.0")
+    assert trainer_optimizers.with_own_optimizer(made, trainer, 1) == made()
+    monkeypatch.setattr(trainer_optimizers.metadata, "version", lambda name: "5.1.0")
+    if section:
+        assert trainer_optimizers.with_own_optimizer(made, trainer, 1) == made()
+    else:
+        with pytest.raises(UnsupportedError, match=r"^transformers 5\.1\.0 prepares no model .* Install transformers 5\.2 or later"):
+            trainer_optimizers.with_own_optimizer(made, trainer, 1)
