@@ -196,7 +196,8 @@ def test_the_hook_watches_what_is_wrapped() -> None:
 IMPORTS = f"""
 import importlib.util
 for name in {sorted(_hf_zero_startup.WATCHED)}:
-    if importlib.util.find_spec(name.partition(".")[0]) and importlib.util.find_spec(name):  # older versions lack some
+    places = name.split(".")
+    if all(importlib.util.find_spec(".".join(places[: count + 1])) for count in range(len(places))):  # other versions lack some
         importlib.import_module(name)
 """
 CHECK = """

@@ -11,7 +11,7 @@ import torch
 
 from tests.support import ranks, trainers
 from tests.support.rows import slow_but
-from tests.support.versions import PARALLELISM_CONFIG
+from tests.support.versions import PARALLELISM_CONFIG, has
 from tests.trainer import drawn_runs
 from tests.trainer.drawn_options import changed, draw, full
 
@@ -42,7 +42,10 @@ def test_ranks_that_share_each_batch_train_as_one(case: tuple[str, dict[str, Any
     """The rows of a micro-step have other numbers of labels than those of the next."""
     axis, options = case
     run = full({"stage": 1, "model": "llama", "axis": axis, **options})
-    assert not drawn_runs.compared_over(run, trainer_models, tmp_path)
+    found = drawn_runs.compared_over(run, trainer_models, tmp_path)
+    if axis == "sequence" and not has("transformers", "5.10"):  # on one rank it counts the first label of a row, which nothing predicts
+        found = [line for line in found if "predicted.test_loss" not in line]
+    assert not found
 
 
 @PARALLELISM_CONFIG

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import ranks, trainers, trl_runs
+from tests.support.versions import has
 
 LOGGED = ("loss", "grad_norm", "rewards/margins", "logps/chosen", "accuracy", "reward")
 
@@ -15,13 +16,20 @@ LOGGED = ("loss", "grad_norm", "rewards/margins", "logps/chosen", "accuracy", "r
 @pytest.mark.fast_rows("sft-3", "dpo-3", "kto_precomputed-3")
 @pytest.mark.parametrize(("kind", "stage"), [("sft", 3), ("dpo", 3), ("kto_precomputed", 3), ("reward", 2)])
 def test_same_numbers(kind: str, stage: int, trainer_models: Path, tmp_path: Path) -> None:
+    _skip_if_too_old(kind)
     ranks.run_ranks(_same_numbers, 2, trainer_models, tmp_path, kind, (stage,), timeout=200)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*trl_runs.KINDS])
 def test_same_numbers_at_both_stages(kind: str, trainer_models: Path, tmp_path: Path) -> None:
+    _skip_if_too_old(kind)
     ranks.run_ranks(_same_numbers, 2, trainer_models, tmp_path, kind, (2, 3), timeout=250)
+
+
+def _skip_if_too_old(kind: str) -> None:
+    if kind == "kto_precomputed" and not has("trl", "1.8"):
+        pytest.skip("KTOTrainer of trl before 1.8 runs its model before an engine holds it: a StateError at stage 3")
 
 
 def _same_numbers(models: Path, folder: Path, kind: str, stages: tuple[int, ...]) -> None:
