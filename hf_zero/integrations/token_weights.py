@@ -41,10 +41,8 @@ def count_labels(method: Callable[..., Any], trainer: Any, batches: list[Any], d
         sharing = math.prod(getattr(trainer, name)() for name in _SHARING if name in names)
         # Ranks that compute parts of a loss add them up; others compute the whole one.
         found = found * (sharing // parts_here() if batches and cuts_batches(trainer, batches[0]) else sharing)
-    elif isinstance(found, torch.Tensor) and parts_here() > 1 and "get_tp_size" not in inspect.unwrap(method).__code__.co_names:
-        sizes = getattr(trainer.accelerator, "parallelism_config", None)
-        if getattr(sizes, "cp_size", 1) == 1 and batches and cuts_batches(trainer, batches[0]):
-            found = found / parts_here()  # transformers before 5.19 counts the labels of a shared batch once per rank
+    elif isinstance(found, torch.Tensor) and batches:
+        found = found // _counts_of_a_label(method, trainer, batches[0])
     if not _on_slices(trainer) or not torch.is_grad_enabled():  # evaluation is over whole sequences
         return found
     _require_own_loss(trainer)
@@ -65,6 +63,16 @@ def count_labels(method: Callable[..., Any], trainer: Any, batches: list[Any], d
         shares.extend(own[: len(batches)])
     vars(trainer)[_SHARES] = shares
     return found
+
+
+def _counts_of_a_label(method: Callable[..., Any], trainer: Any, batch: Any) -> int:
+    """Return how often ``method`` has counted each label of a batch whose parts ranks compute.
+
+    transformers before 5.19 counts them once for each of these ranks, unless a ``ParallelismConfig`` names them.
+    """
+    sizes = getattr(trainer.accelerator, "parallelism_config", None)
+    divides = "get_tp_size" in inspect.unwrap(method).__code__.co_names or getattr(sizes, "cp_size", 1) > 1
+    return 1 if divides or parts_here() == 1 or not cuts_batches(trainer, batch) else parts_here()
 
 
 def compute_loss(

@@ -105,6 +105,26 @@ def test_trainer_trains_like_one_rank(stage: int, sizes: dict[str, int], typed: 
         torch.testing.assert_close(loaded[name], value, rtol=2e-3, atol=2e-4)
 
 
+@pytest.mark.parametrize(("parts", "named", "counted"), [(2, 1, 8), (2, 2, 16), (1, 1, 16)])
+def test_labels_of_a_batch_whose_parts_ranks_compute_count_once(
+    parts: int, named: int, counted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers before 5.19 divides the labels of all ranks only by the sizes of a ``ParallelismConfig``."""
+    from hf_zero.integrations import token_weights
+
+    monkeypatch.setattr(token_weights, "parts_here", lambda: parts)
+    monkeypatch.setattr(token_weights, "cuts_batches", lambda trainer, batch: True)
+    sizes = SimpleNamespace(cp_size=named, sp_enabled=False)
+    trainer = SimpleNamespace(
+        accelerator=SimpleNamespace(parallelism_config=sizes),
+        args=SimpleNamespace(average_tokens_across_devices=True),
+        get_tp_size=lambda: 1,
+    )
+    device = torch.device("cpu")
+    assert token_weights.count_labels(lambda *_: torch.tensor(16), trainer, [{}], device) == counted
+    assert token_weights.count_labels(lambda trainer, *_: torch.tensor(16 // trainer.get_tp_size()), trainer, [{}], device) == 16
+
+
 @pytest.mark.parametrize(("count", "average", "size", "factor"), [(7, True, 2, 0.5), (None, True, 2, 1), (7, False, 2, 1), (7, True, 1, 1)])
 def test_a_loss_multiplied_by_tensor_parallel_ranks_is_divided_by_them(count: int | None, average: bool, size: int, factor: float) -> None:
     """transformers before 5.15 multiplies by all ranks what it has divided by the labels of those that have samples of their own."""
