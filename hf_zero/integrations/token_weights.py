@@ -12,14 +12,15 @@ from __future__ import annotations
 import inspect
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from hf_zero.errors import UnsupportedError
 from hf_zero.integrations.context import cuts_batches
-from hf_zero.integrations.pipelines import mesh_here, parts_here
+from hf_zero.integrations.pipelines import mesh_here, parts_here, sharing_parts_here, stages_here
 from hf_zero.sequence_parallel.batches import labels_behind
 
 _SHARES = "_hf_zero_shares"  # attribute of a Trainer: factors of the losses of the coming micro-steps
@@ -35,14 +36,11 @@ def count_labels(method: Callable[..., Any], trainer: Any, batches: list[Any], d
     Raises:
         UnsupportedError: The Trainer has a loss of its own, which transformers does not call under sequence parallelism.
     """
-    found = method(trainer, batches, device)
-    if isinstance(found, torch.Tensor) and not trainer.args.average_tokens_across_devices and mesh_here() is not None:
-        names = inspect.unwrap(method).__code__.co_names
-        sharing = math.prod(getattr(trainer, name)() for name in _SHARING if name in names)
-        # Ranks that compute parts of a loss add them up; others compute the whole one.
-        found = found * (sharing // parts_here() if batches and cuts_batches(trainer, batches[0]) else sharing)
-    elif isinstance(found, torch.Tensor) and batches:
-        found = found // _counts_of_a_label(method, trainer, batches[0])
+    divides = mesh_here() is None or _on_slices(trainer) or _divides_by_sizes(method)
+    with nullcontext() if divides else _without_sizes(trainer.accelerator):
+        found = method(trainer, batches, device)
+    if isinstance(found, torch.Tensor) and mesh_here() is not None:
+        found = _once_each(method, trainer, batches, found, divides)
     if not _on_slices(trainer) or not torch.is_grad_enabled():  # evaluation is over whole sequences
         return found
     _require_own_loss(trainer)
@@ -65,14 +63,46 @@ def count_labels(method: Callable[..., Any], trainer: Any, batches: list[Any], d
     return found
 
 
-def _counts_of_a_label(method: Callable[..., Any], trainer: Any, batch: Any) -> int:
-    """Return how often ``method`` has counted each label of a batch whose parts ranks compute.
+def _once_each(method: Callable[..., Any], trainer: Any, batches: list[Any], found: torch.Tensor, divided: bool) -> torch.Tensor:
+    """Return the number of labels that a rank's loss is divided by.
 
-    transformers before 5.19 counts them once for each of these ranks, unless a ``ParallelismConfig`` names them.
+    Args:
+        method: Trainer's own, which has counted.
+        trainer: The Trainer.
+        batches: The micro-steps of an update.
+        found: The labels of all ranks, or of this one (``average_tokens_across_devices=False``).
+        divided: ``found`` is divided by the ranks that share samples, as far as ``method`` knows them.
     """
-    sizes = getattr(trainer.accelerator, "parallelism_config", None)
-    divides = "get_tp_size" in inspect.unwrap(method).__code__.co_names or getattr(sizes, "cp_size", 1) > 1
-    return 1 if divides or parts_here() == 1 or not cuts_batches(trainer, batch) else parts_here()
+    if trainer.args.average_tokens_across_devices:
+        return found if divided else found / (_undivided_ranks() * parts_here())
+    names = inspect.unwrap(method).__code__.co_names
+    found = found * math.prod(getattr(trainer, name)() for name in _SHARING if name in names)
+    # Ranks that compute parts of a loss add them up; others compute the whole one.
+    return found / parts_here() if batches and cuts_batches(trainer, batches[0]) else found
+
+
+def _divides_by_sizes(method: Callable[..., Any]) -> bool:
+    """Return whether ``method`` divides by the ranks that share samples; transformers before 5.19 only by a ``ParallelismConfig``."""
+    return _SHARING[0] in inspect.unwrap(method).__code__.co_names
+
+
+@contextmanager
+def _without_sizes(accelerator: Any) -> Iterator[None]:
+    """Hide the ``ParallelismConfig``, by which transformers before 5.19 would divide a count, and round the quotient down."""
+    sizes = getattr(accelerator, "parallelism_config", None)
+    if sizes is None:
+        yield
+        return
+    accelerator.state.parallelism_config = None
+    try:
+        yield
+    finally:
+        accelerator.state.parallelism_config = sizes
+
+
+def _undivided_ranks() -> int:
+    """Return the number of ranks that have the same, undivided samples: those of tensor parallelism and of pipelines."""
+    return int(getattr(mesh_here(), "tp", 1)) * stages_here()
 
 
 def compute_loss(
@@ -85,10 +115,10 @@ def compute_loss(
     **more: Any,
 ) -> Any:
     """Replace ``Trainer.compute_loss``: multiply the loss of a micro-step by its share of the labels under sequence parallelism, and divide
-    it by the tensor-parallel ranks if Trainer has multiplied it by them (transformers before 5.15).
+    it by the ranks with the same samples if Trainer has multiplied it by them (transformers before 5.19).
     """
     found = method(trainer, model, inputs, return_outputs, num_items_in_batch, **more)
-    factor: Any = 1 / _tensor_ranks_in_loss(method, trainer, num_items_in_batch)
+    factor: Any = 1 / _ranks_in_loss(method, trainer, num_items_in_batch)
     shares = vars(trainer).get(_SHARES)
     if shares and trainer.model.training and _on_slices(trainer):
         factor = shares.popleft()
@@ -100,18 +130,17 @@ def compute_loss(
     return (loss, *found[1:]) if return_outputs else loss
 
 
-def _tensor_ranks_in_loss(method: Callable[..., Any], trainer: Any, num_items_in_batch: Any) -> int:
-    """Return the factor by which the loss of ``method`` is too large under a ``ParallelismConfig(tp_size=...)``.
-
-    transformers before 5.15 multiplies the loss by all ranks, but divides the number of labels by those that share samples: the gradients
-    were multiplied by ``tp_size``.
+def _ranks_in_loss(method: Callable[..., Any], trainer: Any, num_items_in_batch: Any) -> int:
+    """Return the factor by which the loss of ``method`` is too large: transformers before 5.19 multiplies it by all ranks, also by those
+    with the same samples. The later of these versions leave out those of a ``ParallelismConfig(tp_size=...)``.
     """
-    size = getattr(getattr(trainer.accelerator, "parallelism_config", None), "tp_size", 1)
-    if size == 1:
-        return 1
-    names = {"tp_size", "get_tp_size"} & set(inspect.unwrap(method).__code__.co_names)
+    names = inspect.unwrap(method).__code__.co_names
     averages = trainer.args.average_tokens_across_devices and (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func)
-    return size if averages and num_items_in_batch is not None and not names else 1
+    if mesh_here() is None or not averages or num_items_in_batch is None or _SHARING[0] in names:
+        return 1
+    sizes = getattr(trainer.accelerator, "parallelism_config", None)
+    left_out = getattr(sizes, "tp_size", 1) if "tp_size" in names else 1
+    return _undivided_ranks() * sharing_parts_here() // left_out
 
 
 def _on_slices(trainer: Any) -> bool:

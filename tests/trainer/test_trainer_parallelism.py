@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,41 +106,69 @@ def test_trainer_trains_like_one_rank(stage: int, sizes: dict[str, int], typed: 
         torch.testing.assert_close(loaded[name], value, rtol=2e-3, atol=2e-4)
 
 
-@pytest.mark.parametrize(("parts", "named", "counted"), [(2, 1, 8), (2, 2, 16), (1, 1, 16)])
-def test_labels_of_a_batch_whose_parts_ranks_compute_count_once(
-    parts: int, named: int, counted: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """transformers before 5.19 divides the labels of all ranks only by the sizes of a ``ParallelismConfig``."""
+def _trainer_of(mesh: dict[str, int], average: bool, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Return the attributes of a Trainer whose ranks form ``mesh`` and cut batches; tensor parallelism by a ``ParallelismConfig``."""
+    from hf_zero.integrations import pipelines, token_weights
+
+    sizes = SimpleNamespace(**{"tp": 1, "pp": 1, "cp": 1, "sp": 1, **mesh})
+    for module in (pipelines, token_weights):
+        monkeypatch.setattr(module, "mesh_here", lambda: sizes)
+    monkeypatch.setattr(token_weights, "cuts_batches", lambda trainer, batch: sizes.cp > 1)
+    monkeypatch.setattr(token_weights, "sharing_parts_here", lambda: 1)  # in a step whose batch is cut
+    named = SimpleNamespace(tp_size=sizes.tp, non_data_parallel_size=sizes.tp, sp_enabled=False)
+    accelerator = SimpleNamespace(state=SimpleNamespace(parallelism_config=named))
+    type_of = type("Accelerator", (SimpleNamespace,), {"parallelism_config": property(lambda self: self.state.parallelism_config)})
+    return SimpleNamespace(
+        accelerator=type_of(**vars(accelerator)),
+        args=SimpleNamespace(average_tokens_across_devices=average),
+        model_accepts_loss_kwargs=True,
+        compute_loss_func=None,
+    )
+
+
+MESHES: list[dict[str, int]] = [{"tp": 2}, {"pp": 2}, {"cp": 2}, {"tp": 2, "cp": 2}, {"tp": 2, "pp": 2}, {}]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("average", [True, False])
+def test_labels_count_once_with_older_transformers(mesh: dict[str, int], average: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before 5.19 it counts the labels of all ranks, and divides only by the sizes of a ``ParallelismConfig``, rounded down."""
     from hf_zero.integrations import token_weights
 
-    monkeypatch.setattr(token_weights, "parts_here", lambda: parts)
-    monkeypatch.setattr(token_weights, "cuts_batches", lambda trainer, batch: True)
-    sizes = SimpleNamespace(cp_size=named, sp_enabled=False)
-    trainer = SimpleNamespace(
-        accelerator=SimpleNamespace(parallelism_config=sizes),
-        args=SimpleNamespace(average_tokens_across_devices=True),
-        get_tp_size=lambda: 1,
-    )
-    device = torch.device("cpu")
-    assert token_weights.count_labels(lambda *_: torch.tensor(16), trainer, [{}], device) == counted
-    assert token_weights.count_labels(lambda trainer, *_: torch.tensor(16 // trainer.get_tp_size()), trainer, [{}], device) == 16
+    trainer = _trainer_of(mesh, average, monkeypatch)
+    same = math.prod(mesh.values())
+
+    def older(trainer: Any, *_: Any) -> torch.Tensor:
+        found = torch.tensor(7 * same if average else 7)  # two groups of ranks would have 14
+        sizes = trainer.accelerator.parallelism_config
+        return found // sizes.non_data_parallel_size if sizes else found
+
+    found = token_weights.count_labels(older, trainer, [{}], torch.device("cpu"))
+    assert found == (7 if average else 7 / mesh.get("cp", 1))
+    assert trainer.accelerator.parallelism_config is not None
+
+    def newer(trainer: Any, *_: Any) -> torch.Tensor:
+        return torch.tensor(7 * trainer.get_tp_size()) / trainer.get_tp_size()
+
+    trainer.get_tp_size = lambda: 2
+    assert average is False or token_weights.count_labels(newer, trainer, [{}], torch.device("cpu")) == 7
 
 
-@pytest.mark.parametrize(("count", "average", "size", "factor"), [(7, True, 2, 0.5), (None, True, 2, 1), (7, False, 2, 1), (7, True, 1, 1)])
-def test_a_loss_multiplied_by_tensor_parallel_ranks_is_divided_by_them(count: int | None, average: bool, size: int, factor: float) -> None:
-    """transformers before 5.15 multiplies by all ranks what it has divided by the labels of those that have samples of their own."""
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(("count", "average"), [(7, True), (None, True), (7, False)])
+def test_a_loss_multiplied_by_ranks_with_the_same_samples_is_divided_by_them(
+    mesh: dict[str, int], count: int | None, average: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers before 5.19 multiplies a loss by all ranks; its later versions leave out those of tensor parallelism."""
     from hf_zero.integrations.token_weights import compute_loss
 
-    sizes = SimpleNamespace(tp_size=size, sp_enabled=False)
-    arguments = SimpleNamespace(average_tokens_across_devices=average)
-    trainer = SimpleNamespace(
-        accelerator=SimpleNamespace(parallelism_config=sizes), args=arguments, model_accepts_loss_kwargs=True, compute_loss_func=None
-    )
+    trainer = _trainer_of(mesh, average, monkeypatch)
     loss = torch.tensor(3.0)
-    assert compute_loss(lambda *_: loss, trainer, None, {}, False, count) == 3 * factor
-    assert compute_loss(lambda *_: (loss, "outputs"), trainer, None, {}, True, count) == (3 * factor, "outputs")
+    same = mesh.get("tp", 1) * mesh.get("pp", 1) if average and count else 1
+    assert compute_loss(lambda *_: loss, trainer, None, {}, False, count) == 3 / same
+    assert compute_loss(lambda *_: (loss, "outputs"), trainer, None, {}, True, count) == (3 / same, "outputs")
 
-    def counts_itself(trainer: Any, *_: Any) -> torch.Tensor:
+    def leaves_out(trainer: Any, *_: Any) -> torch.Tensor:
         return loss if trainer.accelerator.parallelism_config.tp_size else loss
 
-    assert compute_loss(counts_itself, trainer, None, {}, False, count) == 3
+    assert compute_loss(leaves_out, trainer, None, {}, False, count) == 3 / (mesh.get("pp", 1) if average and count else 1)
