@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.random import fork_rng
 
 from hf_zero.config.read import read_config
 from hf_zero.core.model_init import ConstructorAccess
 from hf_zero.core.schedule import gathered_parameters as gathered
-from hf_zero.core.units.unit import full_shape, is_sharded
+from hf_zero.core.units.marks import is_expert
+from hf_zero.core.units.unit import find_unit, full_shape, is_sharded
 from hf_zero.core.units.values import show_as_built
 from hf_zero.deepspeed import zero_init as init
 from hf_zero.errors import ConfigError, StateError
@@ -313,6 +315,7 @@ def fill_sharded(method: Any, model: nn.Module, state_dict: dict[str, Any], *arg
         for module in adding:
             del module.__dict__["_load_from_state_dict"]
     loaded = _load_buffers(model, state_dict)
+    _share_originals(model)
     if isinstance(found, tuple):  # transformers 5 returns the missing names too
         found[1].difference_update(loaded)
         _require_all_loaded(model, state_dict, found[1])
@@ -344,6 +347,20 @@ def _load_buffers(model: Any, state_dict: dict[str, Any]) -> set[str]:
                 buffer._is_hf_initialized = True
                 loaded.add(name)
     return loaded
+
+
+@torch.no_grad()
+def _share_originals(model: nn.Module) -> None:
+    """Give all ranks rank 0's values of the originals of parametrizations, which transformers loads on rank 0 only; collective.
+
+    They stay unsharded until ``initialize``.
+    """
+    owners = (find_unit(param) for param in model.parameters() if not is_expert(param))
+    unit = next((owner[0] for owner in owners if owner is not None), None)
+    for name, module in model.named_modules():
+        for param in module.parameters() if isinstance(module, ParametrizationList) else ():
+            if unit is not None and find_unit(param) is None:
+                unit.collectives.data.broadcast(param, 0, name)
 
 
 def _require_all_loaded(model: Any, state_dict: dict[str, Any], missing: set[str]) -> None:

@@ -251,6 +251,33 @@ def test_a_checkpoint_without_counters_of_batch_norms_loads(tmp_path: Path) -> N
     ranks.run_ranks(_without_counters, 2, tmp_path / "resnet")
 
 
+def _with_parametrizations(folder: Path) -> None:
+    import transformers
+
+    from hf_zero.core.units.unit import find_unit
+    from tests.support import senses
+    from tests.support.parity import Run
+    from tests.support.zero3 import transformers_zero3, whole_parameters
+
+    name = "Wav2Vec2ForCTC"
+    plain: Any = senses.build(name)
+    if ranks.rank() == 0:
+        plain.save_pretrained(folder)
+    torch.distributed.barrier()
+    with transformers_zero3(Run(3)):
+        model = getattr(transformers, name).from_pretrained(folder)
+    whole = [name for name, param in model.named_parameters() if find_unit(param) is None]
+    assert whole and all("parametrizations" in name for name in whole), "no unit shards them, and rank 0 alone loads them"
+    for name in whole:
+        assert torch.equal(model.get_parameter(name), plain.get_parameter(name)), name
+    for name, value in whole_parameters(model).items():
+        assert torch.equal(value.cpu(), plain.get_parameter(name)), name
+
+
+def test_originals_of_parametrizations_are_loaded_on_all_ranks(tmp_path: Path) -> None:
+    ranks.run_ranks(_with_parametrizations, 2, tmp_path / "wav2vec2")
+
+
 def test_buffers_that_transformers_does_not_load_are_loaded() -> None:
     """Before 5.15 transformers loads buffers on rank 0 only, and reports the other ranks' as missing, so that they would be drawn."""
     from hf_zero.errors import StateError
