@@ -5,6 +5,9 @@ parallelism (``ParallelismConfig(sp_size=...)``) it takes the mean over each mic
 ``shift_labels`` instead of ``labels``: rows with few labels, as in fine-tuning on completions, weigh too much. Here the labels are counted
 once for all micro-steps of an update, and each mean is multiplied by its share of them. With ``average_tokens_across_devices=False`` each
 rank counts its own samples; Trainer divides this number by the ranks that share them all the same, which is undone.
+
+transformers before 5.19 counts each label once for every rank that has it, and multiplies losses by all ranks. Here the count is divided by
+the ranks with the same samples, and a loss by the ranks that compute the whole of it, as later versions do.
 """
 
 from __future__ import annotations
@@ -75,7 +78,7 @@ def _once_each(method: Callable[..., Any], trainer: Any, batches: list[Any], fou
     """
     if trainer.args.average_tokens_across_devices:
         return found if divided else found / (_undivided_ranks() * parts_here())
-    names = inspect.unwrap(method).__code__.co_names
+    names = _names_in(method)
     found = found * math.prod(getattr(trainer, name)() for name in _SHARING if name in names)
     # Ranks that compute parts of a loss add them up; others compute the whole one.
     return found / parts_here() if batches and cuts_batches(trainer, batches[0]) else found
@@ -83,7 +86,12 @@ def _once_each(method: Callable[..., Any], trainer: Any, batches: list[Any], fou
 
 def _divides_by_sizes(method: Callable[..., Any]) -> bool:
     """Return whether ``method`` divides by the ranks that share samples; transformers before 5.19 only by a ``ParallelismConfig``."""
-    return _SHARING[0] in inspect.unwrap(method).__code__.co_names
+    return _SHARING[0] in _names_in(method)
+
+
+def _names_in(method: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of attributes and functions that the code of Trainer's own ``method`` uses."""
+    return inspect.unwrap(method).__code__.co_names
 
 
 @contextmanager
@@ -134,12 +142,11 @@ def _ranks_in_loss(method: Callable[..., Any], trainer: Any, num_items_in_batch:
     """Return the factor by which the loss of ``method`` is too large: transformers before 5.19 multiplies it by all ranks, also by those
     with the same samples. The later of these versions leave out those of a ``ParallelismConfig(tp_size=...)``.
     """
-    names = inspect.unwrap(method).__code__.co_names
     averages = trainer.args.average_tokens_across_devices and (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func)
-    if mesh_here() is None or not averages or num_items_in_batch is None or _SHARING[0] in names:
+    if mesh_here() is None or not averages or num_items_in_batch is None or _divides_by_sizes(method):
         return 1
     sizes = getattr(trainer.accelerator, "parallelism_config", None)
-    left_out = getattr(sizes, "tp_size", 1) if "tp_size" in names else 1
+    left_out = getattr(sizes, "tp_size", 1) if "tp_size" in _names_in(method) else 1
     return _undivided_ranks() * sharing_parts_here() // left_out
 
 
