@@ -73,7 +73,7 @@ def needs_whole_tensors(
         return False
     reason = refused_reason(kind) or (None if all_here else named(kind, ALL_TENSORS))
     if reason is not None:
-        raise _refusal(kind, reason, f"{_ALLOW_KEY}, which accelerate and transformers always set, does not change that.")
+        raise _refusal(kind, reason)
     _require_no_closure(optimizer)
     require_common_options(optimizer)
     if named(kind, ALL_TENSORS) is not None:
@@ -81,7 +81,7 @@ def needs_whole_tensors(
     if named(kind, WHOLE_TENSOR) is not None:
         if not kind.__module__.startswith(("torch.optim", "hf_zero.")):
             for one, options in _distinct_groups(optimizer):
-                _refuse_collectives(one, options)
+                _refuse_other_tensors(one, options, all_here)
         return True
     if whole_tensor_reason(kind) is not None or getattr(getattr(optimizer, "args", None), "optim_bits", 32) < 32:
         return True  # bitsandbytes keeps small tensors, such as a probe's, in 32 bits
@@ -109,13 +109,13 @@ def require_tested(optimizer: torch.optim.Optimizer, allow_untested: bool) -> No
         )
 
 
-def _refusal(kind: type, reason: str, switch: str = "") -> UnsupportedError:
-    """Return the error for a class that cannot run; ``switch`` is the sentence about the key that allows untested classes."""
-    switch = switch or f'Or set "{_ALLOW_KEY}": true to run it anyway, on each rank\'s parameters by themselves, with other results.'
+def _refusal(kind: type, reason: str) -> UnsupportedError:
+    """Return the error for a class that cannot run."""
     stage = " Or use stage 0, where every rank updates all parameters." if refused_reason(kind) is None else ""
     return UnsupportedError(
         f"optimizer {kind.__name__} cannot run with ZeRO: {reason}. The engine updates each parameter separately: use AdamW, Lion, SGD, "
-        f"Adafactor, Muon, LAMB or another optimizer that allows it.{stage} {switch}"
+        f"Adafactor, Muon, LAMB or another optimizer that allows it.{stage} {_ALLOW_KEY}, "
+        "which accelerate and transformers always set, does not change that."
     )
 
 
@@ -208,12 +208,22 @@ def _trial(kind: type) -> Iterator[None]:
             ) from None
 
 
-def _refuse_collectives(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> None:
-    """Run a step of a known class, to refuse it if it communicates; ignore its other errors on a small matrix."""
+def _refuse_other_tensors(optimizer: torch.optim.Optimizer, options: dict[str, Any], all_here: bool) -> None:
+    """Try a known class, to refuse it if it communicates or, unless ``all_here``, reads other parameters (LAMB with a global norm).
+
+    Raises:
+        UnsupportedError: It does.
+    """
     start, grads = trial_data(optimizer)
+    start, grads = start.float(), [grad.float() for grad in grads]
+    difference = largest = 0.0
     # It may need a device, a dtype or a size that the trial does not have.
     with _trial(type(optimizer)), suppress(Exception):
-        _result(optimizer, options, [start], [grads])
+        whole = _result(optimizer, options, [start], [grads])
+        together, _ = _beside_another(optimizer, options, start, grads, (0,) if _has_drawn() else (0, 1))
+        difference, largest = max((whole - one).abs().max().item() for one in together), (whole - start).abs().max().item()
+    if not all_here and difference > _PROBE_TOLERANCE * largest:
+        raise _reads_all_tensors(type(optimizer), difference, largest)
 
 
 def _probe(optimizer: torch.optim.Optimizer, options: dict[str, Any], undecided: _Undecided, all_here: bool) -> bool:
@@ -241,7 +251,7 @@ def _probe(optimizer: torch.optim.Optimizer, options: dict[str, Any], undecided:
                 _, (param,), apart = try_steps(optimizer, options, [start], [grads])
             except Exception as error:
                 return undecided(f"could not be tried on a small matrix: {type(error).__name__}: {error}", error)
-        whole = param.detach()
+        whole, draws = param.detach(), _has_drawn()
         largest = (whole - start).abs().max().item()
         if largest == 0.0:
             return undecided(f"did not move a small matrix in {TRIAL_STEPS} steps")
@@ -250,25 +260,47 @@ def _probe(optimizer: torch.optim.Optimizer, options: dict[str, Any], undecided:
         alone = not apart and _halves_differ_by(optimizer, options, start, grads, whole) <= _PROBE_TOLERANCE * largest  # false for NaN
         if all_here and not alone:
             return True
-        starts, both = [start, 3.0 * start.flip(0)], [grads, [7.0 * grad.flip(0) for grad in grads]]
-        if alone:  # behind the other one: a rule may depend on the position in the group (GrokAdamW's does)
-            starts.reverse()
-            both.reverse()
         try:
-            built, params, _ = try_steps(optimizer, options, starts, both, first=int(alone))
+            # Behind another parameter random numbers are others, so a rule for whole tensors that draws comes first.
+            together, at_one = _beside_another(optimizer, options, start, grads, (1,) if alone else (0,) if draws else (0, 1))
         except Exception as error:
             return undecided(f"could not be tried on two small matrices: {type(error).__name__}: {error}", error)
-        together = params[int(alone)].detach()
-        names = [set(built.state.get(param, ())) for param in params]
-        if names[0] != names[1]:
-            return all_here or undecided.keeps_state_at_one((names[0] ^ names[1]).pop())
+        difference = max((whole - one).abs().max().item() for one in together)
         alone = alone and not any(_halves_differ_on(optimizer, options, *trial) for trial in _rare_trials(start, grads))
-    difference = (whole - together).abs().max().item()
-    if difference <= _PROBE_TOLERANCE * largest:
-        return not alone
-    if not all_here:
-        undecided.reads_all_tensors(difference, largest)
-    return True
+    if not difference <= _PROBE_TOLERANCE * largest:
+        if not all_here:
+            raise _reads_all_tensors(undecided.kind, difference, largest)
+        return True
+    if at_one:
+        return all_here or undecided.keeps_state_at_one(at_one)
+    return not alone
+
+
+def _beside_another(
+    optimizer: torch.optim.Optimizer, options: dict[str, Any], start: Tensor, grads: Sequence[Tensor], positions: Sequence[int]
+) -> tuple[list[Tensor], str]:
+    """Step the matrix together with another one, once at each of ``positions``: a rule may depend on the position in the group, as
+    GrokAdamW's does.
+
+    Returns:
+        The matrix after each trial, and a state that the optimizer keeps for one of the two parameters alone ("": none).
+    """
+    other, other_grads = 3.0 * start.flip(0), [7.0 * grad.flip(0) for grad in grads]
+    together, at_one = list[Tensor](), set[str]()
+    for index in positions:
+        starts, both = [other], [other_grads]
+        starts.insert(index, start)
+        both.insert(index, list(grads))
+        built, params, _ = try_steps(optimizer, options, starts, both, first=index)
+        together.append(params[index].detach())
+        first, second = (set(built.state.get(param, ())) for param in params)
+        at_one |= first ^ second
+    return together, min(at_one, default="")
+
+
+def _has_drawn() -> bool:
+    """Return whether the last step of the trial before drew random numbers."""
+    return not torch.equal(torch.default_generator.get_state(), torch.Generator().manual_seed(TRIAL_STEPS - 1).get_state())
 
 
 def _halves_differ_by(
@@ -373,19 +405,16 @@ class _Undecided:
         warn_once(f"optimizer {self.kind.__name__}: {problem}; with {_ALLOW_KEY} each rank keeps one for its own first parameter")
         return not self.shards_only
 
-    def reads_all_tensors(self, difference: float, update: float) -> None:
-        """Warn that a matrix stepped beside another one differs by ``difference``; ``update`` is its largest update.
 
-        Raises:
-            UnsupportedError: The class may not run.
-        """
-        problem = (
-            f"after {TRIAL_STEPS} steps a matrix beside another one differs by {difference:.3g} from the matrix alone (update "
-            f"{update:.3g}), so it depends on all parameters together"
-        )
-        if not self.allowed:
-            raise _refusal(self.kind, problem)
-        warn_once(f"optimizer {self.kind.__name__}: {problem}; with {_ALLOW_KEY} it runs on the parameters of each rank separately")
+def _reads_all_tensors(kind: type, difference: float, update: float) -> UnsupportedError:
+    """Return the error for a class that moves a matrix beside another one by ``difference`` otherwise than alone; ``update``: the largest
+    update of an element.
+    """
+    problem = (
+        f"after {TRIAL_STEPS} steps a matrix beside another one differs by {difference:.3g} from the matrix alone (update {update:.3g}), "
+        "so it depends on all parameters together or on their positions"
+    )
+    return _refusal(kind, problem)
 
 
 def _result(

@@ -200,6 +200,7 @@ REFUSED = {
     "meta tensor": (torch.empty(2, device="meta"), "client_state['x']"),
     "complex128 tensor": (torch.ones(1, dtype=torch.complex128), "client_state['x']"),
     "factory of the caller's": (defaultdict(lambda: 1), "client_state['x']"),
+    "tensor as a key": ({torch.ones(1): 1}, "client_state['x'] has tensors as keys"),
     "key": ({object(): 1}, "of client_state['x']"),
     "generator": (torch.Generator(), "client_state['x']"),
 }

@@ -134,6 +134,20 @@ class ByPosition(Base):
                 param.data -= group["lr"] * 0.5**position * param.grad
 
 
+class NormByPosition(ByPosition):
+    """Looks at a whole tensor and at the positions in a group: GrokAdamW clips each parameter by its norm."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad /= param.grad.norm()
+        super().step()
+
+
+class Lamb(AllNorm):
+    """A known name; timm's class of this name clips by the norm of all gradients."""
+
+
 class Decorated(torch.optim.AdamW):
     """A subclass that hands its keywords on."""
 
@@ -214,14 +228,16 @@ def test_probe_finds_what_looks_at_more_than_one_element(kind: Any, allow: bool)
     assert needs_whole_tensors(kind(params()), allow)
 
 
-def test_what_looks_at_all_parameters_together_is_refused(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(UnsupportedError, match="AllNorm cannot run with ZeRO: .*all parameters together.*zero_allow_untested_optimizer"):
-        needs_whole_tensors(AllNorm(params()))
-    assert needs_whole_tensors(AllNorm(params()), allow_untested=True)
-    assert needs_whole_tensors(AllNorm(params()), all_here=True)
-    with pytest.raises(UnsupportedError, match="ByPosition cannot run with ZeRO: .*all parameters together"):
-        needs_whole_tensors(ByPosition(params()))
-    assert needs_whole_tensors(ByPosition(params()), all_here=True)
+@pytest.mark.parametrize("allow", [False, True])  # accelerate and transformers set the key themselves
+@pytest.mark.parametrize("kind", [AllNorm, ByPosition, NormByPosition, Lamb])
+def test_what_looks_at_all_parameters_together_is_refused(kind: Any, allow: bool) -> None:
+    message = f"{kind.__name__} cannot run with ZeRO: .*all parameters together or on their positions.*zero_allow_untested_optimizer"
+    with pytest.raises(UnsupportedError, match=message):
+        needs_whole_tensors(kind(params()), allow)
+    assert needs_whole_tensors(kind(params()), allow, all_here=True)
+
+
+def test_known_names_that_look_at_all_parameters_are_refused() -> None:
     prodigy = type("Prodigy", (Base,), {})(params())
     assert needs_whole_tensors(prodigy, all_here=True)
     with pytest.raises(UnsupportedError, match="Prodigy cannot run with ZeRO: .*Or use stage 0"):

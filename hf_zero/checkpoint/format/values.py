@@ -120,6 +120,11 @@ class Encoder:
             return self._other(value, path)
         if kind is dict and all(type(key) is str and not key.startswith(_TAG) for key in value):
             return {key: self.encode(item, f"{path}[{key!r}]") for key, item in value.items()}
+        if any(isinstance(key, torch.Tensor) for key in value):
+            raise CheckpointError(
+                f"{path} has tensors as keys, which would be other objects after a load, so that nothing would find its entries: use names "
+                "or numbers as keys (an optimizer: self.state[param]), or leave it out"
+            )
         pairs = [[self.encode(key, f"key {key!r} of {path}"), self.encode(item, f"{path}[{key!r}]")] for key, item in value.items()]
         return {_TAG: "dict" if kind is dict else "OrderedDict", "items": pairs}
 

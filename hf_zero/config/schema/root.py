@@ -52,7 +52,7 @@ class ZeroConfig(Section):
     )
     zero_allow_untested_optimizer: Bool = used(
         False,
-        "Accept a client optimizer that cannot be tried, or that reads all parameters together; an explicit false refuses unknown ones",
+        "Accept a client optimizer that cannot be tried; an explicit false refuses unknown ones",
     )
     zero_force_ds_cpu_optimizer: Bool = used(
         True,
