@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,14 +216,17 @@ def _refuse_other_tensors(optimizer: torch.optim.Optimizer, options: dict[str, A
     """
     start, grads = trial_data(optimizer)
     start, grads = start.float(), [grad.float() for grad in grads]
-    difference = largest = 0.0
+    draws, difference, largest = _Draws(), 0.0, 0.0
     # It may need a device, a dtype or a size that the trial does not have.
     with _trial(type(optimizer)), suppress(Exception):
-        whole = _result(optimizer, options, [start], [grads])
-        together, _ = _beside_another(optimizer, options, start, grads, (0,) if _has_drawn() else (0, 1))
+        _, (param,), _ = try_steps(optimizer, options, [start], [grads], watch=draws)
+        together, _ = _beside_another(optimizer, options, start, grads, (0,) if draws.found else (0, 1))
+        whole = param.detach()
         difference, largest = max((whole - one).abs().max().item() for one in together), (whole - start).abs().max().item()
     if not all_here and difference > _PROBE_TOLERANCE * largest:
         raise _reads_all_tensors(type(optimizer), difference, largest)
+    if not all_here and draws.found:
+        _warn_of_draws(type(optimizer))
 
 
 def _probe(optimizer: torch.optim.Optimizer, options: dict[str, Any], undecided: _Undecided, all_here: bool) -> bool:
@@ -242,27 +245,30 @@ def _probe(optimizer: torch.optim.Optimizer, options: dict[str, Any], undecided:
         UnsupportedError: The optimizer cannot be built or stepped here, or reads more than one tensor at a time.
     """
     start, grads = trial_data(optimizer)
+    draws = _Draws()
     with _trial(type(optimizer)):
         try:
-            _, (param,), apart = try_steps(optimizer, options, [start], [grads])
+            _, (param,), apart = try_steps(optimizer, options, [start], [grads], watch=draws)
         except Exception:  # a foreign constructor or step may raise any error, perhaps at float64
             start, grads, options = start.float(), [grad.float() for grad in grads], _large_rate(options)
             try:
-                _, (param,), apart = try_steps(optimizer, options, [start], [grads])
+                _, (param,), apart = try_steps(optimizer, options, [start], [grads], watch=draws)
             except Exception as error:
                 return undecided(f"could not be tried on a small matrix: {type(error).__name__}: {error}", error)
-        whole, draws = param.detach(), _has_drawn()
+        whole = param.detach()
         largest = (whole - start).abs().max().item()
         if largest == 0.0:
             return undecided(f"did not move a small matrix in {TRIAL_STEPS} steps")
         if apart and undecided.shards_only:
             raise _refusal_of_shards(optimizer, f"keeps a tensor for each parameter in {apart}")
-        alone = not apart and _halves_differ_by(optimizer, options, start, grads, whole) <= _PROBE_TOLERANCE * largest  # false for NaN
+        # What a rule does that draws (a mask over whole parameters) a few steps do not show; the comparison is false for NaN.
+        alone = not (apart or draws.found)
+        alone = alone and _halves_differ_by(optimizer, options, start, grads, whole) <= _PROBE_TOLERANCE * largest
         if all_here and not alone:
             return True
         try:
-            # Behind another parameter random numbers are others, so a rule for whole tensors that draws comes first.
-            together, at_one = _beside_another(optimizer, options, start, grads, (1,) if alone else (0,) if draws else (0, 1))
+            # Behind another parameter random numbers are others, so a rule that draws comes first.
+            together, at_one = _beside_another(optimizer, options, start, grads, (0,) if draws.found else (1,) if alone else (0, 1))
         except Exception as error:
             return undecided(f"could not be tried on two small matrices: {type(error).__name__}: {error}", error)
         difference = max((whole - one).abs().max().item() for one in together)
@@ -271,6 +277,8 @@ def _probe(optimizer: torch.optim.Optimizer, options: dict[str, Any], undecided:
         if not all_here:
             raise _reads_all_tensors(undecided.kind, difference, largest)
         return True
+    if draws.found and not all_here:
+        _warn_of_draws(undecided.kind)
     if at_one:
         return all_here or undecided.keeps_state_at_one(at_one)
     return not alone
@@ -285,7 +293,8 @@ def _beside_another(
     Returns:
         The matrix after each trial, and a state that the optimizer keeps for one of the two parameters alone ("": none).
     """
-    other, other_grads = 3.0 * start.flip(0), [7.0 * grad.flip(0) for grad in grads]
+    # Its gradients grow: rules like Adam's are blind to a clip factor that two matrices change by the same ratio in all steps.
+    other, other_grads = 3.0 * start.flip(0), [7.0 * 3.0**step * grad.flip(0) for step, grad in enumerate(grads)]
     together, at_one = list[Tensor](), set[str]()
     for index in positions:
         starts, both = [other], [other_grads]
@@ -298,9 +307,28 @@ def _beside_another(
     return together, min(at_one, default="")
 
 
-def _has_drawn() -> bool:
-    """Return whether the last step of the trial before drew random numbers."""
-    return not torch.equal(torch.default_generator.get_state(), torch.Generator().manual_seed(TRIAL_STEPS - 1).get_state())
+class _Draws(AbstractContextManager[None]):
+    """Context around each step of a trial that finds out whether the step draws random numbers.
+
+    Attributes:
+        found: Whether a step drew numbers.
+    """
+
+    def __init__(self) -> None:
+        self.found = False
+
+    def __enter__(self) -> None:
+        self._before = torch.default_generator.get_state()
+
+    def __exit__(self, *_: object) -> None:
+        self.found = self.found or not torch.equal(self._before, torch.default_generator.get_state())
+
+
+def _warn_of_draws(kind: type) -> None:
+    warn_once(
+        f"step() of optimizer {kind.__name__} draws random numbers: each rank draws them for the parameters that it updates, so they are "
+        "others than in plain PyTorch (ZeRO stage 0 draws the same)"
+    )
 
 
 def _halves_differ_by(

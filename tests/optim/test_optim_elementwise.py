@@ -144,6 +144,38 @@ class NormByPosition(ByPosition):
         super().step()
 
 
+class Clipping(Base):
+    """Clips by the norm of all gradients, and then divides by a mean square, which hides a factor that is the same in all steps."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            norm = sum(float(param.grad.square().sum()) for param in group["params"]) ** 0.5
+            for param in group["params"]:
+                square = self.state[param].setdefault("square", torch.zeros_like(param))
+                square.mul_(0.9).add_((param.grad / norm).square())
+                param.data -= group["lr"] * param.grad / norm / square.mean().sqrt()
+
+
+class Masked(Base):
+    """Leaves out whole parameters at random, as Magma does."""
+
+    def factor(self, param: torch.Tensor) -> torch.Tensor:
+        return (torch.rand(()) < 0.5) * torch.ones(())
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Shows groups and states of the optimizer that it holds, by properties that cannot be set."""
+
+    param_groups = property(lambda self: self.held.param_groups)  # type: ignore[assignment]
+    state = property(lambda self: self.held.state)  # type: ignore[assignment]
+
+    def __init__(self, held: torch.optim.Optimizer) -> None:
+        self.held, self.defaults = held, held.defaults
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.held.step()
+
+
 class Lamb(AllNorm):
     """A known name; timm's class of this name clips by the norm of all gradients."""
 
@@ -229,7 +261,7 @@ def test_probe_finds_what_looks_at_more_than_one_element(kind: Any, allow: bool)
 
 
 @pytest.mark.parametrize("allow", [False, True])  # accelerate and transformers set the key themselves
-@pytest.mark.parametrize("kind", [AllNorm, ByPosition, NormByPosition, Lamb])
+@pytest.mark.parametrize("kind", [AllNorm, ByPosition, NormByPosition, Clipping, Lamb])
 def test_what_looks_at_all_parameters_together_is_refused(kind: Any, allow: bool) -> None:
     message = f"{kind.__name__} cannot run with ZeRO: .*all parameters together or on their positions.*zero_allow_untested_optimizer"
     with pytest.raises(UnsupportedError, match=message):
@@ -242,6 +274,22 @@ def test_known_names_that_look_at_all_parameters_are_refused() -> None:
     assert needs_whole_tensors(prodigy, all_here=True)
     with pytest.raises(UnsupportedError, match="Prodigy cannot run with ZeRO: .*Or use stage 0"):
         needs_whole_tensors(prodigy)
+
+
+@pytest.mark.parametrize("kind", [Random, Masked])
+def test_random_numbers_are_warned_of(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank draws for its own parameters; whole tensors, because a few steps do not show what a mask over a parameter does."""
+    warned: list[str] = []
+    monkeypatch.setattr(elementwise, "warn_once", warned.append)
+    assert needs_whole_tensors(kind(params()))
+    assert [text for text in warned if f"step() of optimizer {kind.__name__} draws random numbers" in text], warned
+    warned.clear()
+    assert needs_whole_tensors(kind(params()), all_here=True) and not warned
+
+
+@pytest.mark.parametrize(("kind", "whole"), [(Base, False), (OwnNorm, True)])
+def test_a_wrapper_with_properties_is_tried(kind: Any, whole: bool) -> None:
+    assert needs_whole_tensors(Wrapper(kind(params()))) is whole
 
 
 def test_probe_sees_every_groups_options() -> None:

@@ -61,6 +61,12 @@ def test_optimizers_that_look_at_all_parameters_where_every_rank_has_them() -> N
     ranks.run_ranks(_close, 1, "Prodigy", "mlp", Run(stage=3))
 
 
+def test_parameters_are_in_the_order_of_the_scripts_groups_where_every_rank_has_them() -> None:
+    """Units begin with the root's parameters, which a model lists before and after those of its blocks."""
+    ranks.run_ranks(_close, 2, "Positions", "gpt2", Run(stage=0))
+    ranks.run_ranks(_close, 1, "Positions groups", "gpt2", Run(stage=3))
+
+
 @pytest.mark.fast_rows("gpt2", "conv")
 @pytest.mark.parametrize("case", ["tied_coder", "gpt2", "conv"])
 def test_tied_weights_transformers_and_convolutions(case: str) -> None:

@@ -55,6 +55,20 @@ class Prodigy(torch.optim.Optimizer):
             param.sub_(self.param_groups[0]["lr"] * (weights / grads) ** 0.5 * param.grad)
 
 
+class Positions(torch.optim.Optimizer):
+    """Optimizer that divides each gradient by its norm and by the parameter's position in its group, as GrokAdamW does."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for position, param in enumerate(group["params"]):
+                if param.grad is not None:
+                    param.sub_(group["lr"] / (1 + position) * param.grad / param.grad.norm())
+
+
 class Momentum8bit(torch.optim.Optimizer):
     """Optimizer with momentum in bytes, with one scale per block of 32 elements of the whole parameter."""
 
@@ -149,7 +163,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], Groups]] = {
     "LAMB": (lamb, everything),
     "marks": (marked_muon, everything),
 }
-ALL_TOGETHER = {"Prodigy": (Prodigy, everything)}
+ALL_TOGETHER = {"Prodigy": (Prodigy, everything), "Positions": (Positions, everything), "Positions groups": (Positions, decay_groups)}
 if hasattr(torch.optim, "Muon"):  # since torch 2.9
     OPTIMIZERS["Muon"] = (lambda params: torch.optim.Muon(params, lr=1e-2), matrices)
 

@@ -67,9 +67,9 @@ def clone(
                 values.update({name: own for name, value in vars(item).items() if value is item.param_groups})
                 values.pop("step", None)  # a scheduler that counts calls replaces ``step`` by a method bound to the original
                 vars(other).update(values)
-                other.param_groups = own
+                give(other, "param_groups", own)
                 if state is not None:
-                    other.state = state
+                    give(other, "state", state)
             return memo[id(item)]
         if not has_optimizers(item):
             return item
@@ -77,6 +77,13 @@ def clone(
 
     made: torch.optim.Optimizer = cloned(optimizer)
     return made
+
+
+def give(optimizer: torch.optim.Optimizer, name: str, value: Any) -> None:
+    """Set an attribute, unless the class has a read-only property of this name: wrappers return that of the optimizer that they hold."""
+    found = inspect.getattr_static(type(optimizer), name, None)
+    if not isinstance(found, property) or found.fset is not None:
+        setattr(optimizer, name, value)
 
 
 def of_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.optim.Optimizer:
@@ -95,7 +102,7 @@ def take_attributes(optimizer: torch.optim.Optimizer, before: Sequence[dict[str,
     """Set the attributes that ``other``, a clone of ``optimizer``, has changed since ``before``, which ``attributes_of`` has returned."""
     for own, earlier, one in zip([optimizer, *nested_of(optimizer)], before, [other, *nested_of(other)], strict=True):
         for name, value in vars(one).items():
-            is_own = name == "state" or earlier.get(name) is earlier["param_groups"] or has_optimizers(value)
+            is_own = name == "state" or earlier.get(name) is earlier.get("param_groups", earlier) or has_optimizers(value)
             if not is_own and value is not earlier.get(name):
                 setattr(own, name, value)
 

@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from hf_zero.core.optimizer.clones import TRIAL_STEPS, CollectiveError, clone, options_of, trial_data, unchanged
+from hf_zero.core.optimizer.clones import TRIAL_STEPS, CollectiveError, clone, give, options_of, trial_data, unchanged
 from hf_zero.core.optimizer.held_params import nested_of
 from hf_zero.core.optimizer.script_states import NamedStates
 from hf_zero.core.optimizer.step_values import is_foreign
@@ -70,7 +70,7 @@ def join_states(optimizer: Optimizer) -> None:
         )
     for other in apart:
         optimizer.state.update(other.state)
-        other.state = optimizer.state
+        give(other, "state", optimizer.state)
 
 
 def load_together(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -84,7 +84,7 @@ def load_together(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     for other, positions in places:
         if other.state is not former and other.state is not optimizer.state:
             optimizer.state.update(other.state)
-        other.state = optimizer.state
+        give(other, "state", optimizer.state)
         for index, (group, place) in enumerate(zip(list(other.param_groups), positions, strict=True)):
             if place is None or group is (present := optimizer.param_groups[place]):
                 continue
@@ -108,7 +108,7 @@ def set_state(optimizer: Optimizer, state: Any) -> None:
     """Set the ``state`` of ``optimizer``, and of optimizers in it that share it."""
     sharing = [other for other in nested_of(optimizer) if other.state is optimizer.state]
     for other in (optimizer, *sharing):
-        other.state = state
+        give(other, "state", state)
 
 
 def _shared_name(optimizer: Optimizer) -> str:

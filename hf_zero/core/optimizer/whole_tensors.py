@@ -63,6 +63,9 @@ class WholeTensorOptimizer(ShardedOptimizer):
     ) -> None:
         self._collectives, self._experts, self._replaced = collectives, experts, replaced
         self._owners: dict[str, int] = {}
+        # Positions in the user's groups, by id of the model's parameter and by its name: a step may depend on them.
+        self._order = {id(param): index for group in inner.param_groups for index, param in enumerate(group["params"])}
+        self._positions: dict[str, int] = {}
         self._exchanges: list[TensorMoves] = []
         self.whole: list[WholeParam] = []
         self._by_name: dict[str, WholeParam] = {}
@@ -85,6 +88,8 @@ class WholeTensorOptimizer(ShardedOptimizer):
         net = self._collectives
         owned = assign_owners(_spread(units, net, self._experts), net.world)
         self._owners |= {entry.slot.name: entry.rank for entry in owned}
+        named = [(slot.name, id(param)) for unit in units for slot, param in zip(unit.layout.slots, unit.params, strict=True)]
+        self._positions |= {name: self._order.get(own, len(self._order)) for name, own in named}
         moves = [TensorMoves(unit, [entry for entry in owned if entry.unit == index], net) for index, unit in enumerate(units)]
         added = [
             WholeParam(move.unit, entry.slot, _whole_param(move.unit, entry.slot), entry.rank == net.rank, inner)
@@ -97,8 +102,8 @@ class WholeTensorOptimizer(ShardedOptimizer):
         return added
 
     def _lay_out(self) -> list[list[torch.Tensor]]:
-        groups = range(len(self.inner.param_groups))
-        return [[entry.param for entry in self.whole if entry.slot.group == index] for index in groups]
+        ordered = sorted(self.whole, key=lambda entry: self._positions[entry.slot.name])
+        return [[entry.param for entry in ordered if entry.slot.group == index] for index in range(len(self.inner.param_groups))]
 
     def _replace_attributes(self, units: Sequence[Unit]) -> None:
         """Replace parameters that the inner optimizer keeps outside of its groups, see [Note: parameters in attributes], and let none of
