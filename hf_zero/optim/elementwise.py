@@ -220,7 +220,7 @@ def _refuse_other_tensors(optimizer: torch.optim.Optimizer, options: dict[str, A
     # It may need a device, a dtype or a size that the trial does not have.
     with _trial(type(optimizer)), suppress(Exception):
         _, (param,), _ = try_steps(optimizer, options, [start], [grads], watch=draws)
-        together, _ = _beside_another(optimizer, options, start, grads, (0,) if draws.found else (0, 1))
+        together, _ = _beside_another(optimizer, options, start, grads, _positions(optimizer, draws))
         whole = param.detach()
         difference, largest = max((whole - one).abs().max().item() for one in together), (whole - start).abs().max().item()
     if not all_here and difference > _PROBE_TOLERANCE * largest:
@@ -267,8 +267,7 @@ def _probe(optimizer: torch.optim.Optimizer, options: dict[str, Any], undecided:
         if all_here and not alone:
             return True
         try:
-            # Behind another parameter random numbers are others, so a rule that draws comes first.
-            together, at_one = _beside_another(optimizer, options, start, grads, (0,) if draws.found else (1,) if alone else (0, 1))
+            together, at_one = _beside_another(optimizer, options, start, grads, (1,) if alone else _positions(optimizer, draws))
         except Exception as error:
             return undecided(f"could not be tried on two small matrices: {type(error).__name__}: {error}", error)
         difference = max((whole - one).abs().max().item() for one in together)
@@ -305,6 +304,13 @@ def _beside_another(
         first, second = (set(built.state.get(param, ())) for param in params)
         at_one |= first ^ second
     return together, min(at_one, default="")
+
+
+def _positions(optimizer: torch.optim.Optimizer, draws: _Draws) -> tuple[int, ...]:
+    """Return where a rule for whole tensors is tried beside another matrix: also behind it, unless the matrix would get other random
+    numbers there, or another mark of the constructor (APOLLO's seeds), which the engine keeps with its parameter.
+    """
+    return (0,) if draws.found or states_by_param(optimizer) else (0, 1)
 
 
 class _Draws(AbstractContextManager[None]):

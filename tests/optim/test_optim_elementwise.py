@@ -156,6 +156,18 @@ class Clipping(Base):
                 param.data -= group["lr"] * param.grad / norm / square.mean().sqrt()
 
 
+class Seeded(OwnNorm):
+    """Its constructor gives each parameter a seed by its position, as APOLLO's does."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        for seed, param in enumerate(self.param_groups[0]["params"]):
+            self.state[param]["seed"] = seed
+
+    def factor(self, param: torch.Tensor) -> torch.Tensor:
+        return super().factor(param) * torch.rand(param.shape, generator=torch.Generator().manual_seed(self.state[param]["seed"]))
+
+
 class Masked(Base):
     """Leaves out whole parameters at random, as Magma does."""
 
@@ -255,7 +267,7 @@ def test_unknown_elementwise_classes_run_on_shards(optimizer: torch.optim.Optimi
 
 
 @pytest.mark.parametrize("allow", [False, True])
-@pytest.mark.parametrize("kind", [OwnNorm, LateNorm, Random, Centralized, Rows, Projected, Clipped, Factored, OfConvolutions])
+@pytest.mark.parametrize("kind", [OwnNorm, LateNorm, Seeded, Random, Centralized, Rows, Projected, Clipped, Factored, OfConvolutions])
 def test_probe_finds_what_looks_at_more_than_one_element(kind: Any, allow: bool) -> None:
     assert needs_whole_tensors(kind(params()), allow)
 
