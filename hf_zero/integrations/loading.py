@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib import metadata
 from types import TracebackType
 from typing import Any
@@ -316,6 +317,8 @@ def fill_sharded(method: Any, model: nn.Module, state_dict: dict[str, Any], *arg
             del module.__dict__["_load_from_state_dict"]
     loaded = _load_buffers(model, state_dict)
     _share_originals(model)
+    if hasattr(model, "_adjust_tied_keys_with_tied_pointers"):
+        model._adjust_tied_keys_with_tied_pointers = partial(_note_shared, model)
     if isinstance(found, tuple):  # transformers 5 returns the missing names too
         found[1].difference_update(loaded)
         _require_all_loaded(model, state_dict, found[1])
@@ -331,6 +334,17 @@ def _shared_names(model: nn.Module) -> Iterable[list[str]]:
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
     return names.values()
+
+
+def _note_shared(model: Any, missing: Iterable[str]) -> None:
+    """Add the names of shared parameters to ``model.all_tied_weights_keys``, and put the class's method in its place again; local.
+
+    It stands for a method of transformers 5.2.0, which finds shared weights by the addresses of their values. Shards have none.
+    """
+    del model._adjust_tied_keys_with_tied_pointers
+    for names in _shared_names(model):
+        if not model.all_tied_weights_keys.keys() & set(names) and not set(names) <= set(missing):
+            model.all_tied_weights_keys.update(dict.fromkeys(names[1:], names[0]))
 
 
 @torch.no_grad()

@@ -294,3 +294,36 @@ def test_buffers_that_transformers_does_not_load_are_loaded() -> None:
         assert torch.equal(buffer, wanted[name]), name
     with pytest.raises(StateError, match=r"did not load 1 weights at stage 3 that the checkpoint has.*: 0\.bias\. Version 5\.0\.0"):
         fill_sharded(lambda *_: ([], {"0.bias", "head.weight"}), model, state, None)
+
+
+def _as_transformers_5_2_0(models: Path, folder: Path) -> None:
+    """The names of shared weights, which 5.2.0 finds by the addresses of the values in the state dict."""
+    from transformers import LlamaForCausalLM, PreTrainedModel
+
+    def adjust(model: Any, missing: list[str]) -> None:
+        raise AssertionError([value.data_ptr() for value in model.state_dict().values()])
+
+    def finish(model: Any, *args: Any, **kwargs: Any) -> Any:
+        model._adjust_tied_keys_with_tied_pointers([])
+        return finalize(model, *args, **kwargs)
+
+    class Twice(LlamaForCausalLM):  # type: ignore[misc]  # transformers is not typed
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.again = self.model.layers[0].mlp.up_proj
+
+    finalize, patch, weight = PreTrainedModel._finalize_model_loading, pytest.MonkeyPatch(), "model.layers.0.mlp.up_proj.weight"
+    expected = trainers.load_whole(models, "llama").get_parameter(weight)
+    with trainers.clean_state(), patch.context() as patches:
+        patches.setattr(PreTrainedModel, "_finalize_model_loading", staticmethod(finish))
+        patches.setattr(PreTrainedModel, "_adjust_tied_keys_with_tied_pointers", adjust, raising=False)
+        kept = _stage_3(folder)
+        model = Twice.from_pretrained(models / "llama")
+        assert model.all_tied_weights_keys == {"again.weight": weight}
+        assert "_adjust_tied_keys_with_tied_pointers" not in vars(model)
+        assert torch.equal(trainers.weights_of(model)[weight], expected)
+        del kept
+
+
+def test_shared_weights_as_transformers_5_2_0_looks_for_them(trainer_models: Path, tmp_path: Path) -> None:
+    ranks.run_ranks(_as_transformers_5_2_0, 2, trainer_models, tmp_path)
