@@ -171,6 +171,9 @@ def contexts_of_load(method: Any, *args: Any, **kwargs: Any) -> list[Any]:
     transformers 5 builds a model on the meta device before it loads values, so constructors draw no random numbers for its weights. At
     stage 3 it would build the model with values instead, which would draw random numbers. transformers 4 always builds with values.
 
+    Classes of other libraries and of scripts are built with values: their constructors may be the only code that gives buffers values,
+    which no checkpoint has. Classes of transformers give them values in ``_init_weights``.
+
     Args:
         method: The replaced method.
         *args: Arguments of the method.
@@ -181,12 +184,20 @@ def contexts_of_load(method: Any, *args: Any, **kwargs: Any) -> list[Any]:
     given = inspect.signature(method).bind(*args, **kwargs).arguments
     if not deepspeed.is_deepspeed_zero3_enabled() or given["is_quantized"] or given["_is_ds_init_called"] or "dtype" not in given:
         return method(*args, **kwargs)  # type: ignore[no-any-return]
+    if not given["cls"].__module__.startswith("transformers."):
+        return [_draws_undone(), *method(*args, **kwargs)]
     _tell_that_it_shards()
     init = Init(config_dict_or_path=deepspeed.deepspeed_config())
     init.inner.fills_meta = True
     with configuration_hidden():
         contexts = method(*args, **kwargs)
     return [init, configuration_hidden(), *contexts]
+
+
+def _draws_undone() -> Any:
+    """Return a context that restores torch's random states at its end."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return fork_rng([]) if accelerator is None else fork_rng([torch.accelerator.current_device_index()], device_type=accelerator.type)
 
 
 def _tell_that_it_shards() -> None:

@@ -296,6 +296,36 @@ def test_buffers_that_transformers_does_not_load_are_loaded() -> None:
         fill_sharded(lambda *_: ([], {"0.bias", "head.weight"}), model, state, None)
 
 
+def _with_own_buffers(models: Path, folder: Path) -> None:
+    """A class of a script, as of OpenRLHF's reward models: only its constructor gives its buffers values."""
+    from transformers import LlamaForCausalLM
+
+    class Scored(LlamaForCausalLM):  # type: ignore[misc]  # transformers is not typed
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.score = nn.Linear(config.hidden_size, 1, bias=False)
+            self.register_buffer("std", torch.full((2,), 3.0) + 0 * torch.rand(2), persistent=False)
+            self.register_buffer("kept", torch.ones(2))
+            self.post_init()
+
+    with trainers.clean_state():
+        torch.manual_seed(5)
+        plain = Scored.from_pretrained(models / "llama")
+        state = torch.get_rng_state()
+        kept = _stage_3(folder)
+        torch.manual_seed(5)
+        model = Scored.from_pretrained(models / "llama")
+        assert torch.equal(torch.get_rng_state(), state)
+        assert model.std.tolist() == [3.0, 3.0] and model.kept.tolist() == [1.0, 1.0]
+        found = trainers.weights_of(model)
+        assert all(torch.equal(found[name], value) for name, value in plain.named_parameters())
+        del kept
+
+
+def test_buffers_of_a_class_of_the_script_have_the_values_of_its_constructor(trainer_models: Path, tmp_path: Path) -> None:
+    ranks.run_ranks(_with_own_buffers, 2, trainer_models, tmp_path)
+
+
 def _as_transformers_5_2_0(models: Path, folder: Path) -> None:
     """The names of shared weights, which 5.2.0 finds by the addresses of the values in the state dict."""
     from transformers import LlamaForCausalLM, PreTrainedModel
