@@ -34,6 +34,7 @@ from hf_zero.core.optimizer.segments import is_fresh
 from hf_zero.core.optimizer.sharded import REPLACES, ShardedOptimizer
 from hf_zero.deepspeed.engine import Engine
 from hf_zero.deepspeed.requests import set_gradient_clipping, set_train_batch_size
+from hf_zero.deepspeed.served.ops import DeepSpeedCPUAdam, require_adam
 from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.integrations import script_values
 from hf_zero.observe import warn_once
@@ -426,8 +427,13 @@ def map_optimizer(method: Callable[..., Any], optimizer: Any) -> Any:
 
     A state that the script has loaded is the new optimizer's, which accelerate would begin without. A scheduler of the script keeps the old
     optimizer. torch's schedulers warn that they were stepped before it unless it is marked as stepped too.
+
+    Raises:
+        UnsupportedError: accelerate would put Adam in the place of an optimizer that needs whole tensors, whose update is another one.
     """
     found = method(optimizer)
+    if isinstance(found, DeepSpeedCPUAdam):
+        require_adam(optimizer)
     if found is not optimizer:
         setattr(found, REPLACES, optimizer)
         if not is_fresh(optimizer):

@@ -89,6 +89,29 @@ class TestOptimizers:
         DeepSpeedCPUAdam(torch.optim.AdamW([_parameter(1.0)], lr=0.1).param_groups, lr=0.1)
         assert not caplog.text
 
+    def test_replacing_an_optimizer_with_the_groups_of_adam_is_said_or_refused(
+        self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from hf_zero import observe
+        from hf_zero.integrations.accumulate import map_optimizer
+
+        def replaced(kind: type[torch.optim.Optimizer]) -> object:
+            return map_optimizer(lambda optimizer: DeepSpeedCPUAdam(optimizer.param_groups, lr=0.1), kind([_parameter(1.0)], lr=0.1))
+
+        class Adam_mini(torch.optim.RAdam):  # noqa: N801  # the name of the library
+            pass
+
+        monkeypatch.setattr(observe, "_warned", set())
+        monkeypatch.setattr(observe.logger, "propagate", True)
+        same = type("FusedAdam", (torch.optim.RAdam,), {})
+        for kind in (torch.optim.Adam, torch.optim.AdamW, same):
+            assert isinstance(replaced(kind), DeepSpeedCPUAdam)
+        assert not caplog.text
+        assert isinstance(replaced(torch.optim.NAdam), DeepSpeedCPUAdam)
+        assert "Adam in the place of NAdam" in caplog.text and '"zero_force_ds_cpu_optimizer": false' in caplog.text
+        with pytest.raises(UnsupportedError, match="Adam in the place of Adam_mini.*one second moment per block"):
+            replaced(Adam_mini)
+
 
 class TestBackendForAccelerate:
     """[Note: accelerate without an accelerator], with accelerate's state at the stages of its constructor."""

@@ -7,6 +7,7 @@ objects, so that schedulers that refer to them still work.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from hf_zero.errors import UnsupportedError
 from hf_zero.observe import warn_once
 from hf_zero.ops.host_optimizers import HostAdagrad, HostAdam, HostLion
+from hf_zero.optim.known_classes import ALL_TENSORS, WHOLE_TENSOR, named
 from hf_zero.optim.lamb import Lamb
 from hf_zero.optim.muon import MuonWithAuxAdam as MuonWithAuxAdam
 from hf_zero.optim.onebit_adam import OneBitAdam
@@ -32,6 +34,7 @@ _WHOLE_TENSOR_KEYS = (
     "precondition_frequency",
     "update_proj_gap",
 )
+_ADAM = re.compile("(paged|fused|cpu)?adamw?(32bit|8bit|4bit|fp8)?", re.IGNORECASE)  # Adam's names in torch, apex and bitsandbytes
 # Keys of param groups of other optimizers than Adam: SGD, RMSprop, Adadelta.
 _FOREIGN_KEYS = ("momentum", "nesterov", "alpha", "rho", "lr_decay")
 
@@ -215,6 +218,24 @@ def _warn_about_foreign_groups(owner: str, params: list[Any]) -> None:
             f"{owner} replaces another optimizer (its param groups have {', '.join(foreign)}): accelerate does this when "
             'zero_optimization.offload_optimizer is set. To keep yours, set "zero_force_ds_cpu_optimizer": false in the configuration'
         )
+
+
+def require_adam(optimizer: torch.optim.Optimizer) -> None:
+    """Warn if ``optimizer``, in whose place accelerate puts Adam, is another one; local.
+
+    Raises:
+        UnsupportedError: It needs whole tensors; its settings have another meaning in Adam.
+    """
+    name, reason = type(optimizer).__name__, named(type(optimizer), WHOLE_TENSOR | ALL_TENSORS)
+    if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW | HostAdam) or _ADAM.fullmatch(name):
+        return
+    found = (
+        f"accelerate puts Adam in the place of {name}, because zero_optimization.offload_optimizer is set. To keep {name}, set "
+        '"zero_force_ds_cpu_optimizer": false in the configuration'
+    )
+    if reason is not None:
+        raise UnsupportedError(f"{found} ({name} is another optimizer than Adam: {reason})")
+    warn_once(f"{found}. Training goes on with Adam")
 
 
 class OnebitAdam(OneBitAdam):
