@@ -227,7 +227,7 @@ def require_adam(optimizer: torch.optim.Optimizer) -> None:
         UnsupportedError: It needs whole tensors; its settings have another meaning in Adam.
     """
     name, reason = type(optimizer).__name__, named(type(optimizer), WHOLE_TENSOR | ALL_TENSORS)
-    if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW | HostAdam) or _ADAM.fullmatch(name):
+    if isinstance(optimizer, HostAdam) or _ADAM.fullmatch(name):
         return
     found = (
         f"accelerate puts Adam in the place of {name}, because zero_optimization.offload_optimizer is set. To keep {name}, set "
