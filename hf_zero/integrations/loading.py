@@ -329,7 +329,7 @@ def fill_sharded(method: Any, model: nn.Module, state_dict: dict[str, Any], *arg
     loaded = _load_buffers(model, state_dict)
     _share_originals(model)
     if hasattr(model, "_adjust_tied_keys_with_tied_pointers"):
-        model._adjust_tied_keys_with_tied_pointers = partial(_note_shared, model)
+        setattr(model, "_adjust_tied_keys_with_tied_pointers", partial(_note_shared, model))  # noqa: B010 - nn.Module's type
     if isinstance(found, tuple):  # transformers 5 returns the missing names too
         found[1].difference_update(loaded)
         _require_all_loaded(model, state_dict, found[1])
