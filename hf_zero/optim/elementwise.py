@@ -25,6 +25,8 @@ from hf_zero.core.optimizer.clones import (
     of_group,
     options_of,
     plain_attributes,
+    random_kept,
+    random_states,
     trial_data,
     try_steps,
 )
@@ -143,7 +145,7 @@ def _reads_attributes(optimizer: torch.optim.Optimizer, shards_only: bool) -> bo
     named = {name for group in optimizer.param_groups for param in group["params"] for name in plain_attributes(param)}
     if not named:
         return False
-    with _trial(type(optimizer)):
+    with _trial(optimizer):
         read = [attributes_read(one, options) for one, options in _distinct_groups(optimizer)]
     found = sorted(named.intersection(frozenset[str]().union(*read)))
     if found and shards_only:
@@ -196,15 +198,16 @@ def _holds_parameters(optimizer: torch.optim.Optimizer, all_here: bool, shards_o
 
 
 @contextmanager
-def _trial(kind: type) -> Iterator[None]:
-    """Restore the global random state after the context; refuse a class whose step sends tensors between ranks itself."""
-    with torch.random.fork_rng(devices=[]):
+def _trial(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Restore the global random states after the context; refuse a class whose step sends tensors between ranks itself."""
+    with random_kept(optimizer):
         try:
             yield
         except CollectiveError:
             raise UnsupportedError(
-                f"optimizer {kind.__name__} exchanges tensors between ranks inside its step, which divides the work a second time. Use its "
-                "version for a single device (SingleDeviceMuon, SingleDeviceMuonWithAuxAdam, ...): the engine divides parameters over ranks"
+                f"optimizer {type(optimizer).__name__} exchanges tensors between ranks inside its step, which divides the work a second "
+                "time. Use its version for a single device (SingleDeviceMuon, SingleDeviceMuonWithAuxAdam, ...): the engine divides "
+                "parameters over ranks"
             ) from None
 
 
@@ -216,9 +219,9 @@ def _refuse_other_tensors(optimizer: torch.optim.Optimizer, options: dict[str, A
     """
     start, grads = trial_data(optimizer)
     start, grads = start.float(), [grad.float() for grad in grads]
-    draws, difference, largest = _Draws(), 0.0, 0.0
+    draws, difference, largest = _Draws(start.device), 0.0, 0.0
     # It may need a device, a dtype or a size that the trial does not have.
-    with _trial(type(optimizer)), suppress(Exception):
+    with _trial(optimizer), suppress(Exception):
         _, (param,), _ = try_steps(optimizer, options, [start], [grads], watch=draws)
         together, _ = _beside_another(optimizer, options, start, grads, _positions(optimizer, draws))
         whole = param.detach()
@@ -245,8 +248,8 @@ def _probe(optimizer: torch.optim.Optimizer, options: dict[str, Any], undecided:
         UnsupportedError: The optimizer cannot be built or stepped here, or reads more than one tensor at a time.
     """
     start, grads = trial_data(optimizer)
-    draws = _Draws()
-    with _trial(type(optimizer)):
+    draws = _Draws(start.device)
+    with _trial(optimizer):
         try:
             _, (param,), apart = try_steps(optimizer, options, [start], [grads], watch=draws)
         except Exception:  # a foreign constructor or step may raise any error, perhaps at float64
@@ -318,16 +321,20 @@ class _Draws(AbstractContextManager[None]):
 
     Attributes:
         found: Whether a step drew numbers.
+
+    Args:
+        device: Device of the trial.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.found = False
+        self._device = device
 
     def __enter__(self) -> None:
-        self._before = torch.default_generator.get_state()
+        self._before = random_states(self._device)
 
     def __exit__(self, *_: object) -> None:
-        self.found = self.found or not torch.equal(self._before, torch.default_generator.get_state())
+        self.found = self.found or not all(map(torch.equal, self._before, random_states(self._device)))
 
 
 def _warn_of_draws(kind: type) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from hf_zero.core.optimizer.clones import CollectiveError, of_group, options_of, trial_data, try_steps
+from hf_zero.core.optimizer.clones import CollectiveError, of_group, options_of, random_kept, trial_data, try_steps
 from hf_zero.errors import UnsupportedError
 from hf_zero.optim.known_classes import ELEMENTWISE
 
@@ -56,7 +56,7 @@ def _pairs_entries(optimizer: torch.optim.Optimizer, group: dict[str, Any], list
     options = _moving({key: value for key, value in group.items() if key != "params"} | {key: lists[key][:number] for key in lists})
     start, grads = trial_data(optimizer)
     start, grads = start[:, :4].float(), [grad[:, :4].float() for grad in grads]  # square: pairs of them can be multiplied
-    with torch.random.fork_rng(devices=[]):
+    with random_kept(optimizer):
         try:
             try_steps(one, options, [start] * number, [grads] * number)
         except (Exception, CollectiveError):  # a foreign step may raise any error
@@ -87,7 +87,7 @@ def require_own_reads(optimizer: torch.optim.Optimizer, shows_gradients: bool, s
     watch = _Watch(param for group in optimizer.param_groups for param in group["params"])
     start, grads = trial_data(optimizer)
     groups = {repr(sorted(options_of(group).items(), key=lambda item: item[0])): group for group in optimizer.param_groups}
-    with torch.random.fork_rng(devices=[]):
+    with random_kept(optimizer):
         for group in groups.values():
             options = _moving(options_of(group))
             try:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from hf_zero.core.optimizer.clones import random_states
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.optim import elementwise
 from hf_zero.optim.elementwise import needs_whole_tensors, require_tested
 from hf_zero.optim.lion import Lion
 from hf_zero.optim.uncorrected_adam import UncorrectedAdam
+from tests import pretend
 from tests.support import ranks
 
 
@@ -297,6 +300,28 @@ def test_random_numbers_are_warned_of(kind: Any, monkeypatch: pytest.MonkeyPatch
     assert [text for text in warned if f"step() of optimizer {kind.__name__} draws random numbers" in text], warned
     warned.clear()
     assert needs_whole_tensors(kind(params()), all_here=True) and not warned
+
+
+class RandomOnDevice(Base):
+    """Adds noise that the device draws."""
+
+    def factor(self, param: torch.Tensor) -> torch.Tensor:
+        return 1 + torch.rand_like(param)
+
+
+def _random_on_device() -> tuple[list[str], bool]:
+    device, warned = ranks.device(), list[str]()
+    own = [torch.nn.Parameter(param.detach().to(device)) for param in params()]
+    before = random_states(device)
+    with mock.patch.object(elementwise, "warn_once", warned.append):
+        assert needs_whole_tensors(RandomOnDevice(own))
+    return warned, all(map(torch.equal, before, random_states(device)))
+
+
+@pytest.mark.skipif(bool(pretend.missing()), reason=pretend.missing())
+def test_random_numbers_of_a_device_are_warned_of_and_kept() -> None:
+    (warned, kept), *_ = ranks.run_ranks(_random_on_device, 1, env={"HF_ZERO_TEST_DEVICE": pretend.NAME}, group=False)
+    assert kept and len(warned) == 1 and "draws random numbers" in warned[0]
 
 
 @pytest.mark.parametrize(("kind", "whole"), [(Base, False), (OwnNorm, True)])

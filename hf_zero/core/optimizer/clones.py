@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.random import fork_rng
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -155,15 +156,31 @@ def trial_data(optimizer: torch.optim.Optimizer) -> tuple[Tensor, list[Tensor]]:
     """Return a small matrix (float64, on the optimizer's device) and one gradient per step; the two halves of each gradient differ in
     scale.
     """
-    device = next((param.device for group in optimizer.param_groups for param in group["params"]), torch.device("cpu"))
-    if device.type == "meta":
-        device = torch.device("cpu")
+    device = device_of(optimizer)
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(TRIAL_SHAPE, generator=generator, dtype=torch.float64)
     grads = [torch.randn(TRIAL_SHAPE, generator=generator, dtype=torch.float64) for _ in range(TRIAL_STEPS)]
     for grad in grads:
         grad[TRIAL_SHAPE[0] // 2 :] *= 10.0  # so that a norm over everything differs from the halves' norms
     return start.to(device), [grad.to(device) for grad in grads]
+
+
+def device_of(optimizer: torch.optim.Optimizer) -> torch.device:
+    """Return the device of trials: that of the first parameter, or the CPU."""
+    device = next((param.device for group in optimizer.param_groups for param in group["params"]), torch.device("cpu"))
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def random_kept(optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+    """Return a context that restores torch's random states, of the CPU and of the device of trials, at its end."""
+    device = device_of(optimizer)
+    return fork_rng([]) if device.type == "cpu" else fork_rng([device], device_type=device.type)
+
+
+def random_states(device: torch.device) -> list[Tensor]:
+    """Return the states of torch's default generators, of the CPU and of ``device``."""
+    states = [torch.default_generator.get_state()]
+    return states if device.type == "cpu" else [*states, torch.get_device_module(device).get_rng_state(device)]
 
 
 def try_steps(
@@ -178,7 +195,7 @@ def try_steps(
     """Step another optimizer of the same class over copies of ``starts``, of class ``kind``, with one gradient of each per step.
 
     It is a clone, because arguments of a constructor may be attributes that no option shows; where the constructor has made states of the
-    parameters, it is a new object. It draws from the default random generator, whose state the caller restores.
+    parameters, it is a new object. It draws from the default random generators, whose states the caller restores (``random_kept``).
 
     Args:
         optimizer: The original, with one param group.
@@ -210,6 +227,8 @@ def try_steps(
             train()  # schedule-free optimizers refuse to step without it
         for step in range(TRIAL_STEPS):
             torch.default_generator.manual_seed(step)  # for optimizers that draw random numbers
+            if starts[0].device.type != "cpu":
+                torch.get_device_module(starts[0].device).manual_seed(step)
             for param, own_grads in zip(params, grads, strict=True):
                 param.grad = own_grads[step].clone()
             with watch or nullcontext():
@@ -298,7 +317,7 @@ def _tried_state(optimizer: torch.optim.Optimizer, group: int, ndim: int) -> tup
     start, grads = trial_data(optimizer)
     shape = (*[1] * (ndim - 2), *TRIAL_SHAPE) if ndim >= 2 else (-1,)
     values = [value.float().view(shape) if ndim else value.float().flatten()[0] for value in (start, *grads)]
-    with torch.random.fork_rng(devices=[]):
+    with random_kept(optimizer):
         try:
             one = of_group(optimizer, optimizer.param_groups[group])
             built, (param,), _ = try_steps(one, options_of(one.param_groups[0]), values[:1], [values[1:]])
@@ -316,7 +335,7 @@ def is_mark(state: dict[str, Any]) -> bool:
 
 def state_at_start(optimizer: torch.optim.Optimizer, group: int, param: Tensor) -> dict[str, Any]:
     """Return the state that the optimizer keeps for ``param`` before the first step; nearly all classes have none, but Adagrad has."""
-    with torch.random.fork_rng(devices=[]):
+    with random_kept(optimizer):
         try:
             options = copy.deepcopy(options_of(optimizer.param_groups[group]))
             return dict(build_anew(optimizer, [{"params": [param], **options}]).state.get(param, {}))
@@ -333,7 +352,7 @@ def state_after_a_step(optimizer: torch.optim.Optimizer, group: int, param: Tens
     twin.grad = torch.zeros_like(twin)
     state: Any = defaultdict(dict)
     options = copy.deepcopy(options_of(optimizer.param_groups[group]))
-    with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"), unchanged(optimizer):
+    with random_kept(optimizer), torch.compiler.set_stance("force_eager"), unchanged(optimizer):
         clone(optimizer, [{**options, "params": [twin]}], state, [optimizer.param_groups[group]]).step()
     return dict(state[twin])
 

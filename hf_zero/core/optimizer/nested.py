@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from hf_zero.core.optimizer.clones import TRIAL_STEPS, CollectiveError, clone, give, options_of, trial_data, unchanged
+from hf_zero.core.optimizer.clones import TRIAL_STEPS, CollectiveError, clone, give, options_of, random_kept, trial_data, unchanged
 from hf_zero.core.optimizer.held_params import nested_of
 from hf_zero.core.optimizer.script_states import NamedStates
 from hf_zero.core.optimizer.step_values import is_foreign
@@ -113,7 +113,7 @@ def set_state(optimizer: Optimizer, state: Any) -> None:
 
 def _shared_name(optimizer: Optimizer) -> str:
     """Return a name under which two of the optimizers keep an entry of a parameter, found by steps over a small vector; "" for none."""
-    with torch.random.fork_rng(devices=[]):
+    with random_kept(optimizer):
         for group in optimizer.param_groups:
             start, grads = trial_data(optimizer)
             vector = torch.nn.Parameter(start.float().flatten())
