@@ -17,6 +17,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
@@ -287,14 +288,14 @@ class ModelInit:
         if self._spec is None:
             return
         for param in module._parameters.values():
-            if param is not None and find_unit(param) is None and shares_unsharded_memory(param):
-                param.data = param.data.clone()  # a view of an unsharded parameter, whose memory will be freed
-            if param is not None and param.is_meta:  # checked again when the module is assigned again, or at exit
+            if _is_empty(param):  # checked again when the module is assigned again, or at exit
                 self._open[id(module)] = module
+            elif param is not None and find_unit(param) is None and shares_unsharded_memory(param):
+                param.data = param.data.clone()  # a view of an unsharded parameter, whose memory will be freed
         if isinstance(module, ParametrizationList):
             return
         for name, param in module._parameters.items():
-            if param is None or param.is_meta or not param.is_floating_point() or find_unit(param) is not None:
+            if param is None or _is_empty(param) or not param.is_floating_point() or find_unit(param) is not None:
                 continue
             label = f"{type(module).__name__}.{name}"
             built = Built(param.dtype, param.device, shown=self._building)
@@ -389,6 +390,11 @@ def _fill_meta(module: nn.Module, filled: dict[int, torch.Tensor]) -> None:
     for name, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
             module._buffers[name] = filled.setdefault(id(buffer), torch.zeros_like(buffer, device="cpu"))
+
+
+def _is_empty(param: nn.Parameter | None) -> bool:
+    """Return whether ``param`` has no values yet (``meta``), or not even a shape: a lazy module's before its first forward."""
+    return param is not None and (param.is_meta or is_lazy(param))
 
 
 def _is_whole(param: nn.Parameter | None) -> bool:

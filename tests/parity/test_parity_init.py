@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hf_zero.errors import StateError
 from tests.support import ranks
 from tests.support.models import CASES, Batch, ModelCase, class_loss
 from tests.support.parity import DTYPES, Run, check, initialize, micro_step, reference, train
@@ -210,6 +211,37 @@ def _disabled(stage: int) -> None:
     with pytest.raises(RuntimeError, match="in the body"), hf_zero.zero.Init(config_dict_or_path=Run(stage=3).config()):
         raise RuntimeError("in the body")
     assert nn.Linear(4, 3).weight.shape == (3, 4)
+
+
+class _Lazy(nn.Module):
+    """Model whose last layer gets its shape by a forward, inside the constructor or after it."""
+
+    def __init__(self, runs: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.LazyLinear(2)
+        if runs:
+            self.last(torch.ones(1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(self.first(x))
+        return result
+
+
+def _lazy_modules(config: dict[str, Any]) -> None:
+    import hf_zero
+
+    torch.manual_seed(1)
+    plain = _Lazy(True)
+    torch.manual_seed(1)
+    with hf_zero.zero.Init(config_dict_or_path=config):
+        model = _Lazy(True)
+    assert all(parameter.shape == torch.Size([0]) for parameter in model.parameters())
+    for (name, value), wanted in zip(whole_parameters(model).items(), plain.parameters(), strict=True):
+        assert torch.equal(value, wanted), name
+    with hf_zero.zero.Init(config_dict_or_path=config):
+        late = _Lazy(False)
+    with pytest.raises(StateError, match=r"last.weight, last.bias has no shape before the first forward"):
+        hf_zero.initialize(model=late, config=config)
 
 
 # ------------------------------------------------------------------------------------------------ GatheredParameters
@@ -428,6 +460,10 @@ def test_ordinary_parameters_on_a_model_of_shards() -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_tensors_made_inside_init_keep_their_dtype(dtype: str) -> None:
     ranks.run_ranks(_arange_keeps_its_dtype, 2, dtype)
+
+
+def test_lazy_modules_inside_init() -> None:
+    ranks.run_ranks(_lazy_modules, 2, Run(stage=3).config())
 
 
 def test_disabled_init_and_errors_inside_it() -> None:
