@@ -250,20 +250,30 @@ def _refuse_attentions_of_parts(model: nn.Module, ranks: int) -> None:
         ranks: Their number.
     """
     config: Any = getattr(model, "config", None)
-    heads = getattr(config, "num_attention_heads", None)
-    if not isinstance(heads, int) or heads % ranks:
+    parts = {heads // ranks for heads in _numbers_of_heads(config) if heads % ranks == 0}
+    if not parts:
         return
 
     def check(_module: nn.Module, _args: Any, kwargs: Any, output: Any) -> None:
         wanted = kwargs.get("output_attentions") or getattr(config, "output_attentions", False)
         for tensor in _attentions(output) if wanted else ():
-            if tensor.dim() == 4 and tensor.shape[1] == heads // ranks:
+            if tensor.dim() == 4 and (part := tensor.shape[1]) in parts:
                 raise UnsupportedError(
-                    f"tensor parallelism: output_attentions=True returns the probabilities of {tensor.shape[1]} of {heads} heads on each "
+                    f"tensor parallelism: output_attentions=True returns the probabilities of {part} of {part * ranks} heads on each "
                     f"of {ranks} ranks. Leave it out, or compute attentions with the whole model (engine.save_16bit_model writes it)"
                 )
 
     model.register_forward_hook(check, with_kwargs=True)
+
+
+def _numbers_of_heads(config: Any) -> set[int]:
+    """Return the numbers of attention heads of the layers that a configuration describes; empty if it has none."""
+    try:
+        found = [getattr(config, "num_attention_heads", None)]
+    except RuntimeError:  # of transformers: the layers differ, and each has a configuration of its own
+        layers = config.per_layer_config
+        found = [getattr(one, "num_attention_heads", None) for one in (layers.values() if isinstance(layers, Mapping) else layers)]
+    return {heads for heads in found if isinstance(heads, int)}
 
 
 def _attentions(output: Any) -> Iterator[torch.Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -97,5 +98,6 @@ def test_published_architectures() -> None:
 def test_an_architecture_is_what_was_published() -> None:
     known = {row.name: row for row in saved()}
     found = ranks.run_ranks(measure, 1, "LlamaForCausalLM", timeout=300)[0]
-    assert found == known["LlamaForCausalLM"]
+    # transformers lists the class under several types, and which one comes first depends on its version.
+    assert found == replace(known["LlamaForCausalLM"], model_type=found.model_type)
     assert found.breaks == found.later == 0 and found.equal and found.blocks == LAYERS

@@ -18,8 +18,24 @@ from tests.support.parity import Run
 from tests.support.sequences import Data, build, llama
 
 
-def refuses() -> None:
+class ByLayer:
+    """Configuration whose layers differ: reading their common number of heads is an error, as in transformers 5.24."""
+
+    def __init__(self, config: Any) -> None:
+        self.whole, self.per_layer_config = config, {0: config}
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "num_attention_heads":
+            raise RuntimeError("'num_attention_heads' is a per-layer attribute")
+        if "whole" not in self.__dict__:  # a copy that has no attributes yet
+            raise AttributeError(name)
+        return getattr(self.whole, name)
+
+
+def refuses(by_layer: bool) -> None:
     model = build(partial(llama, implementation="eager"))
+    if by_layer:
+        model.config = ByLayer(model.config)
     engine = parity.initialize(model, Run(1, extra={"tensor_parallel": {"autotp_size": 2}}))
     batch = Data().batch(0)
     for further in ({}, {"return_dict": False}):
@@ -28,8 +44,9 @@ def refuses() -> None:
     assert engine(**batch).attentions is None
 
 
-def test_attentions_of_some_heads_are_refused() -> None:
-    ranks.run_ranks(refuses, 2)
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_attentions_of_some_heads_are_refused(by_layer: bool) -> None:
+    ranks.run_ranks(refuses, 2, by_layer)
 
 
 class Pictures(nn.Module):
