@@ -264,7 +264,7 @@ def _probe(optimizer: torch.optim.Optimizer, options: dict[str, Any], undecided:
             return undecided(f"did not move a small matrix in {TRIAL_STEPS} steps")
         if apart and undecided.shards_only:
             raise _refusal_of_shards(optimizer, f"keeps a tensor for each parameter in {apart}")
-        # What a rule does that draws (a mask over whole parameters) a few steps do not show; the comparison is false for NaN.
+        # A few steps do not show all that a rule with random numbers does (a mask over whole parameters). A NaN compares as different.
         alone = not (apart or draws.found)
         alone = alone and _halves_differ_by(optimizer, options, start, grads, whole) <= _PROBE_TOLERANCE * largest
         if all_here and not alone:
@@ -338,9 +338,10 @@ class _Draws(AbstractContextManager[None]):
 
 
 def _warn_of_draws(kind: type) -> None:
+    """Warn once that the results of a class will not be those of plain PyTorch, because its step draws random numbers."""
     warn_once(
-        f"step() of optimizer {kind.__name__} draws random numbers: each rank draws them for the parameters that it updates, so they are "
-        "others than in plain PyTorch (ZeRO stage 0 draws the same)"
+        f"step() of optimizer {kind.__name__} draws random numbers. Each rank draws them for the parameters that it updates, so the "
+        "weights differ from those of plain PyTorch; at ZeRO stage 0 they are equal"
     )
 
 
@@ -448,8 +449,12 @@ class _Undecided:
 
 
 def _reads_all_tensors(kind: type, difference: float, update: float) -> UnsupportedError:
-    """Return the error for a class that moves a matrix beside another one by ``difference`` otherwise than alone; ``update``: the largest
-    update of an element.
+    """Return the error for a class that updates a matrix otherwise when another one is in its group.
+
+    Args:
+        kind: The class.
+        difference: Largest difference of an element, after the steps of a trial.
+        update: Largest change of an element in these steps.
     """
     problem = (
         f"after {TRIAL_STEPS} steps a matrix beside another one differs by {difference:.3g} from the matrix alone (update {update:.3g}), "

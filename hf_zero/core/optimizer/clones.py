@@ -102,8 +102,9 @@ def attributes_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def take_attributes(optimizer: torch.optim.Optimizer, before: Sequence[dict[str, Any]], other: torch.optim.Optimizer) -> None:
     """Set the attributes that ``other``, a clone of ``optimizer``, has changed since ``before``, which ``attributes_of`` has returned."""
     for own, earlier, one in zip([optimizer, *nested_of(optimizer)], before, [other, *nested_of(other)], strict=True):
+        groups = earlier.get("param_groups")  # None where a property returns them
         for name, value in vars(one).items():
-            is_own = name == "state" or earlier.get(name) is earlier.get("param_groups", earlier) or has_optimizers(value)
+            is_own = name == "state" or (groups is not None and earlier.get(name) is groups) or has_optimizers(value)
             if not is_own and value is not earlier.get(name):
                 setattr(own, name, value)
 
