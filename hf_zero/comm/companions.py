@@ -15,7 +15,7 @@ import time
 import torch.distributed as dist
 
 from hf_zero.comm import hang_watch
-from hf_zero.comm.rank_status import RankStatus, look
+from hf_zero.comm.rank_status import RankStatus, issued
 
 _PATIENCE = 1.0  # seconds before other ranks are asked: ranks seldom arrive at the same time
 _OFTEN = 0.02
@@ -79,5 +79,5 @@ def _is_elsewhere(store: dist.Store, rank: int, question: int) -> bool:
 
 
 def _waits_for_this_rank(other: RankStatus) -> bool:
-    own = look().issued
+    own = issued()
     return bool(other.operation) and other.issued.get(other.group, 0) > own.get(other.group, other.issued.get(other.group, 0))

@@ -72,9 +72,12 @@ def moment() -> tuple[Any, ...] | None:
     """Return a value that changes whenever this rank continues; None when no thread of it waits for a collective or, possibly, for
     its device.
     """
-    waits = _waiting_thread()
-    frame = waits[0] if waits is not None else _blocked_by_device()
-    return None if frame is None else (stacks.moment(frame), observe.last_event(), tuple(issued().values()))
+    with stacks.threads_of_others() as frames:
+        waits = _waiting_thread(frames)
+        if waits is None and not _may_wait_for_device():
+            return None
+        where = stacks.moment(waits[0] if waits is not None else frames[0])
+    return where, observe.last_event(), tuple(issued().values())
 
 
 def look(device: bool = False) -> RankStatus:
@@ -83,18 +86,16 @@ def look(device: bool = False) -> RankStatus:
     Args:
         device: Check the device, too, because the host has stood still for so long that it may wait for the device.
     """
-    found = _waiting_thread()
-    if found is not None:
-        frame, operation, group = found
-    else:
-        frame, operation, group = next(stacks.threads_of_others()), "", None
-        if device and _blocked_by_device() is not None and _device_is_busy():
-            operation = "work of its device, which waits for a collective or computes"
+    with stacks.threads_of_others() as frames:
+        frame, operation, group = _waiting_thread(frames) or (frames[0], "", None)
+        place = stacks.place(frame)
+    if not operation and device and _may_wait_for_device() and _device_is_busy():
+        operation = "work of its device, which waits for a collective or computes"
     seconds, last = observe.last_event()
     return RankStatus(
         operation,
         str(group.group_name) if group is not None else "",
-        stacks.place(frame),
+        place,
         observe.current_phase(),
         _block(),
         last,
@@ -122,9 +123,9 @@ def groups_of_this_rank() -> list[Any]:
     return [group for group in known if isinstance(group, dist.ProcessGroup)]  # torch lists groups without this rank as a number
 
 
-def _waiting_thread() -> tuple[FrameType, str, Any] | None:
+def _waiting_thread(frames: list[FrameType]) -> tuple[FrameType, str, Any] | None:
     """Return the innermost frame of a thread that waits for a collective, the operation and its group; the main thread comes first."""
-    for number, frame in enumerate(stacks.threads_of_others()):
+    for number, frame in enumerate(frames):
         found = _operation(frame, main=number == 0)
         if found is not None:
             return frame, *found
@@ -158,11 +159,9 @@ def _group_of(frames: list[FrameType]) -> Any:
     return named
 
 
-def _blocked_by_device() -> FrameType | None:
-    """Return the main thread's innermost frame if it may wait for a device whose collectives do not block the host; otherwise None."""
-    if default_device().type == "cpu" or not any(device.type != "cpu" for group in groups_of_this_rank() for device in group._device_types):
-        return None
-    return next(stacks.threads_of_others())
+def _may_wait_for_device() -> bool:
+    """Return whether the main thread may wait for a device whose collectives do not block the host."""
+    return default_device().type != "cpu" and any(device.type != "cpu" for group in groups_of_this_rank() for device in group._device_types)
 
 
 def _device_is_busy() -> bool:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import linecache
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 _OWN = str(Path(__file__).parents[1])
 _NOT_THE_SCRIPT = (os.path.dirname(os.__file__), _OWN, "<frozen", "<string>")  # dataclasses generate methods in "<string>"
+_COLLECTS_INSIDE = sys.version_info < (3, 12)
 _COMMANDS = os.path.realpath(os.path.dirname(sys.executable))
 
 
@@ -23,12 +27,26 @@ def is_of_the_script(filename: str) -> bool:
     return filename.endswith(".py") or os.path.realpath(os.path.dirname(filename)) != _COMMANDS
 
 
-def threads_of_others() -> Iterator[FrameType]:
-    """Yield the innermost frame of each thread except the caller's, the main thread's first."""
-    frames, main = sys._current_frames(), threading.main_thread().ident
-    frames.pop(threading.get_ident(), None)
-    for ident in sorted(frames, key=lambda ident: ident != main):
-        yield frames[ident]
+@contextmanager
+def threads_of_others() -> Iterator[list[FrameType]]:
+    """Give the innermost frame of each thread except the caller's, the main thread's first; frames are read in the context only.
+
+    [Note: frames and garbage] Before 3.12, Python can collect garbage wherever it makes an object, and it makes frames when they are asked
+    for. A destructor, such as that of a tensor, may then let the observed thread run on: its frames are gone when the call continues, which
+    corrupts memory. If a thread ends meanwhile, the process can stop forever (python/cpython#106883). So the context collects nothing. The
+    sleep gives this thread a new share of the processor, so that hardly any other thread runs until the collector is on again.
+    """
+    collects = _COLLECTS_INSIDE and gc.isenabled()
+    if collects:
+        time.sleep(0)
+        gc.disable()
+    try:
+        frames, main = sys._current_frames(), threading.main_thread().ident
+        frames.pop(threading.get_ident(), None)
+        yield [frames[ident] for ident in sorted(frames, key=lambda ident: ident != main)]
+    finally:
+        if collects:
+            gc.enable()
 
 
 def outer_frames(frame: FrameType | None) -> Iterator[FrameType]:

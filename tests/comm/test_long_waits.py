@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import re
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -279,13 +280,40 @@ def test_a_wait_of_a_script_for_its_own_work_is_seen() -> None:
     future: torch.futures.Future[int] = torch.futures.Future()
     waiting = threading.Thread(target=_waits_by_itself, args=(future,))
     waiting.start()
-    processes.until(lambda: rank_status._operation(sys._current_frames()[waiting.ident or 0], main=True), "the thread's wait")
-    frame = sys._current_frames()[waiting.ident or 0]
-    found, beside, place = rank_status._operation(frame, main=True), rank_status._operation(frame, main=False), stacks.place(frame)
+
+    def seen() -> tuple[Any, Any, str]:
+        with stacks.threads_of_others() as frames:
+            frame = next(frame for frame in frames if any(one.f_code is _waits_by_itself.__code__ for one in stacks.outer_frames(frame)))
+            return rank_status._operation(frame, main=True), rank_status._operation(frame, main=False), stacks.place(frame)
+
+    processes.until(lambda: seen()[0], "the thread's wait")
+    found, beside, place = seen()
     future.set_result(0)
     waiting.join()
     assert found == ("a wait of the script's", None) and beside is None
     assert re.fullmatch(r"comm/test_long_waits.py:\d+ in _waits_by_itself .*", place)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_garbage_is_collected_while_frames_are_read(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before Python 3.12, a destructor that runs while another thread's frames are made can corrupt memory or stop the process."""
+    outer, during, before = stacks.outer_frames, [], gc.isenabled()
+
+    def recorded(frame: FrameType | None) -> Iterator[FrameType]:
+        for one in outer(frame):
+            during.append(gc.isenabled())
+            yield one
+
+    monkeypatch.setattr(stacks, "_COLLECTS_INSIDE", True)
+    monkeypatch.setattr(stacks, "outer_frames", recorded)
+    try:
+        (gc.enable if enabled else gc.disable)()
+        looking = threading.Thread(target=lambda: (rank_status.look(), rank_status.moment()))
+        looking.start()
+        looking.join()
+        assert during and not any(during) and gc.isenabled() is enabled
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 class _Gone(dist.HashStore):
