@@ -27,7 +27,7 @@ from tests.support.processes import until
     ],
 )
 def test_where_another_rank_is(text: str, elsewhere: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(companions, "look", lambda: RankStatus(issued={"0": 4}))
+    monkeypatch.setattr(companions, "issued", lambda: {"0": 4})
     store = dist.HashStore()
     assert not companions._is_elsewhere(store, 1, 7)
     store.set("status/1", text)
