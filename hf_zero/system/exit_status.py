@@ -5,6 +5,9 @@ handlers. ``os._exit`` there would skip later handlers, and files that are flush
 the status is 120 when the last flush of the standard streams fails. So this module makes that flush fail, and no handler is skipped. A
 process that ends with an exception keeps its status. Children that multiprocessing forked never reach this point: they end with
 ``os._exit``.
+
+[Note: status of a child] From Python 3.13 on, multiprocessing has handled the exception of a child before the child's exit handlers run.
+Nothing tells them its status but the line for multiprocessing's log, so this module reads that line.
 """
 
 from __future__ import annotations
@@ -22,7 +25,21 @@ from hf_zero.observe import logger
 STATUS = 120
 Lost = Callable[[bool], str]
 _promises: list[Lost] = []
+_status_of_child = 0  # of this process, as multiprocessing logs it before the exit handlers run
 _listening_in = 0  # number of the process that has registered the check at its end
+
+
+if sys.version_info >= (3, 13):
+    _ENDS = "process exiting with exitcode "
+    _log = multiprocessing.util.info
+
+    def _read_and_log(message: str, *args: Any) -> None:
+        global _status_of_child
+        if message.startswith(_ENDS):
+            _status_of_child = int(message.removeprefix(_ENDS))
+        _log(message, *args)
+
+    multiprocessing.util.info = _read_and_log
 
 
 def promise(lost: Lost) -> Callable[[], None]:
@@ -67,7 +84,9 @@ def _at_end() -> None:
 
 def ends_with_an_exception() -> bool:
     """Return whether an exception ends this process; called at its end. ``sys.exit`` in the main process leaves no sign of its status."""
-    raised = sys.exc_info()[1]  # set if the function of a child raised
+    if _status_of_child:
+        return True
+    raised = sys.exc_info()[1]  # before Python 3.13, set if the function of a child raised
     if isinstance(raised, SystemExit):
         return bool(raised.code)
     return raised is not None or hasattr(sys, "last_value")  # Python sets it when it prints the error that ends a process
