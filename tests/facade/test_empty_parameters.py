@@ -6,6 +6,7 @@ import copy
 import io
 import itertools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.utils.dlpack import from_dlpack
 
 import hf_zero
 from hf_zero.errors import StateError
+from hf_zero.utils import safe_get_full_grad
 from tests.support import ranks
 from tests.support.models import CASES, class_loss
 from tests.support.parity import DTYPES, Run, initialize, prepare
@@ -119,7 +121,7 @@ def _refused() -> None:
 
 def _looked_at(engine: Any, param: Any) -> None:
     """What needs no values is as ever; nothing is sent (the job's order of collectives is checked)."""
-    assert param.shape == param.data.shape == param.detach().shape == (0,) and param.size() == (0,) and len(param) == 0
+    assert param.shape == param.data.shape == param.detach().shape == (0,) and param.size() == (0,)
     assert param.dtype == param.data.dtype == torch.float32 and param.device == param.data.device == ranks.device()
     assert not param.is_meta and not param.data.is_meta and param.is_leaf and param.requires_grad and param.grad is None
     assert param.numel() == 0 and param.element_size() == 4 and param.is_floating_point() and torch.is_floating_point(param)
@@ -173,6 +175,26 @@ def _loaded(engine: Any) -> None:
 
 def test_nothing_is_computed_with_nothing() -> None:
     ranks.run_ranks(_refused, 2)
+
+
+def _rows_frozen() -> None:
+    """A hook that zeroes the gradient of rows up to ``len(p)``, as axolotl freezes a range of an embedding, zeroes them all."""
+    engine = _engine()
+    params = [param for param in engine.module.parameters() if param.dim() > 1]
+    for param in params:
+        assert len(param) == len(param.data) == len(param.detach()) == param.ds_shape[0] > 2
+        param.register_hook(partial(_zero_rows, 2, len(param)))
+    engine.backward(class_loss(engine, prepare(MLP.rows(1, 0, ranks.rank()), DTYPES["fp32"])))
+    gradients = [safe_get_full_grad(param) for param in params]
+    assert all(grad[:2].any() and not grad[2:].any() for grad in gradients)
+
+
+def _zero_rows(first: int, last: int, gradient: Tensor) -> None:
+    gradient[first:last].zero_()
+
+
+def test_a_hook_that_freezes_rows_knows_how_many_there_are() -> None:
+    ranks.run_ranks(_rows_frozen, 2)
 
 
 # -- a class of a script's own ------------------------------------------------------------------------------------------

@@ -24,7 +24,8 @@ _NDIM: Any = torch.Tensor.ndim
 _WITHOUT_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
 
 _VALUES = ("data", "T", "mT", "H", "mH", "real", "imag", "ndim", "__cuda_array_interface__")
-_DIMENSIONS = frozenset((torch.Tensor.dim, torch.Tensor.ndimension, _NDIM.__get__))
+_OF_SHAPE: Any = dict.fromkeys((torch.Tensor.dim, torch.Tensor.ndimension, _NDIM.__get__), len)
+_OF_SHAPE[torch.Tensor.__len__] = lambda shape: len(torch.empty(shape, device=_META))  # raises TypeError without a dimension, as torch
 _COUNTS = frozenset((torch.Tensor.numel, torch.Tensor.nelement))
 _counts_whole = False  # see `counts_whole_sizes`
 _QUESTIONS = (
@@ -34,7 +35,7 @@ _QUESTIONS = (
     "data_ptr", "untyped_storage", "storage", "_typed_storage",
     "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "detach_",
     "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided", "new",
-    "__hash__", "__len__", "__repr__", "__str__", "__format__", "__dir__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__sizeof__",
+    "__hash__", "__repr__", "__str__", "__format__", "__dir__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__sizeof__",
     "__setstate__", "__getstate__", "_reduce_ex_internal", "__dlpack_device__", "_clear_non_serializable_cached_data",
 )  # fmt: skip
 _CONVERSIONS = (
@@ -46,11 +47,9 @@ _TO_NODE = ("view_as", "expand_as")  # called with the parameter itself, autogra
 
 
 def refusal(name: str, attempt: str = _NO_VALUES) -> StateError:
-    """Return the error for an attempt to read or write the values of a sharded parameter.
+    """Return the error for an attempt to read or write the values of sharded parameter ``name``.
 
-    Args:
-        name: Name of the parameter.
-        attempt: The operation that was tried, as a clause.
+    ``attempt`` is a clause that names the operation.
     """
     return StateError(
         f"parameter {name} is divided over the ranks (ZeRO stage 3, experts, a pipeline), or offloaded: {attempt}. To read or write it, "
@@ -119,7 +118,7 @@ class Valueless(torch.Tensor):
             return first.like()
         if func is torch.ops.aten.constant_pad_nd.default and not any(args[1]):  # libraries pad a bias to the size of its weight
             return first.like()
-        raise first.refused(_attempt(func))
+        raise first.refused(f"{getattr(func, '__name__', str(func)).split('.')[0]} was called with its values")
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -173,9 +172,9 @@ class EmptyValues(Valueless):
         """Return ``dim()``."""
         return self.dim()
 
-
-def _attempt(func: Any) -> str:
-    return f"{getattr(func, '__name__', str(func)).split('.')[0]} was called with its values"
+    def __len__(self) -> int:
+        """Return the length of the whole parameter, as the parameter does."""
+        return super().__len__() if self.source is None else len(self.source)
 
 
 quiet: list[None] = []  # not empty while code runs that wants gradients as torch has them
@@ -268,12 +267,13 @@ class _Empty(_Waiting):
     tensors: a sum is 0, a copy is empty, a comparison is true. So a parameter has another class while it is empty, whose
     ``__torch_function__`` allows questions about shape, type, device and gradient. Other operations unshard the parameter in the model's
     forward and the loss after it, and elsewhere raise with the parameter's name. Size and number of elements are those of the empty tensor,
-    by which libraries recognise it. ``dim()`` is that of the whole parameter: otherwise a
-    script that selects matrices by it (``if p.dim() > 1``, for weight decay or a penalty) would leave out all that are sharded. ``data``
-    and ``detach()`` return tensors that also raise (``EmptyValues``), and so do conversions while gradients are off: ``nn.Module.cpu()``
-    and similar methods convert each parameter under ``no_grad`` and assign the result to ``data``, which changes nothing. torch compares an
-    assigned gradient with the parameter, and its error message names neither; so ``grad`` is a property here. While the model runs, is
-    compiled or is pickled, its unsharded parameters are ordinary ``nn.Parameter``s: forward and backward never see this class.
+    by which libraries recognise it. ``dim()`` and ``len()`` are those of the whole parameter: otherwise a script that selects matrices
+    (``if p.dim() > 1``, for weight decay or a penalty) would leave out all that are sharded, and one that freezes the rows from 100 to
+    ``len(p)`` by a hook would freeze none. ``data`` and ``detach()`` return tensors that also raise (``EmptyValues``), and so do
+    conversions while gradients are off: ``nn.Module.cpu()`` and similar methods convert each parameter under ``no_grad`` and assign the
+    result to ``data``, which changes nothing. torch compares an assigned gradient with the parameter, and its error message names neither;
+    so ``grad`` is a property here. While the model runs, is compiled or is pickled, its unsharded parameters are ordinary
+    ``nn.Parameter``s: forward and backward never see this class.
     """
 
     __slots__ = ()
@@ -400,8 +400,8 @@ def _without_values(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         StateError: The operation needs values, outside of the model's forward and its loss; the message names the parameter.
     """
     param = args[0] if args and isinstance(args[0], _Empty) else next(_empty_ones(args, kwargs))
-    if func in _DIMENSIONS:
-        return len(_shape(param))
+    if func in _OF_SHAPE:
+        return _OF_SHAPE[func](_shape(param))
     if func == _DATA.__get__ or func in _named(("detach", "full_like")):  # torch's Adagrad makes states of this shape when it is built
         return _empty_values_of(param)
     if func == _DATA.__set__ and param is args[0]:
