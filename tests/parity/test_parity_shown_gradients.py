@@ -103,6 +103,39 @@ def _is_taken() -> None:
     engine.destroy()
 
 
+def _is_moved() -> None:
+    """Give gradients other memory, as Grokfast does (``grad.data = value``), before a look, a forward, a clip: as in plain PyTorch."""
+    for stage in (0, 1, 3):
+        model, engine = _model(), _engine(stage, hf_zero={"show_gradients": True})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.1)
+        for step in range(STEPS):
+            _plain_grads([step], model)
+            engine.backward(_loss(engine, step, ranks.rank()))
+            for params in (list(model.parameters()), list(engine.parameters())):
+                for param in params:
+                    moved = param.grad.data * 2 + 0.1  # type: ignore[union-attr]
+                    if step == 1:
+                        param.grad.set_(moved)  # type: ignore[union-attr]
+                    else:
+                        param.grad.data = moved  # type: ignore[union-attr]
+                if step < 2:
+                    nn.utils.clip_grad_norm_(params, CLIP)
+            if step == 0:
+                for param, plain in zip(engine.parameters(), model.parameters(), strict=True):
+                    torch.testing.assert_close(hf_zero.utils.safe_get_full_grad(param), plain.grad, msg=str(stage))
+            elif step == 2 and stage == 0:
+                with torch.no_grad():
+                    _loss(engine, step, ranks.rank())
+            if step == 2:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the engine's own
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.step()
+        found = [hf_zero.utils.safe_get_full_fp32_param(param) for param in engine.parameters()]
+        torch.testing.assert_close(found, [param.detach() for param in model.parameters()], rtol=1e-5, atol=1e-6, msg=str(stage))
+        engine.destroy()
+
+
 def _is_none_elsewhere() -> None:
     for stage in (0, 1, 2, 3):
         engine = _engine(stage, gradient_accumulation_steps=2)
@@ -232,6 +265,10 @@ def test_it_is_the_mean_over_ranks_at_a_boundary() -> None:
 
 def test_what_a_script_does_to_it_counts() -> None:
     ranks.run_ranks(_is_taken, 2)
+
+
+def test_a_gradient_with_other_memory_counts() -> None:
+    ranks.run_ranks(_is_moved, 2)
 
 
 def test_there_is_none_where_gradients_are_sharded() -> None:

@@ -316,13 +316,19 @@ def _of(param: torch.Tensor) -> torch.Tensor | None:
     return gradients_of([param])[0]
 
 
+def _moved(view: torch.Tensor, place: torch.Tensor) -> bool:
+    """Return whether a script has given ``view``, which showed ``place``, other memory."""
+    return bool(view.untyped_storage()._cdata != place.untyped_storage()._cdata)
+
+
 class ShownGradients:
     """``param.grad`` as a view of the unit's reduced gradient, where every rank has all of it (stage 0).
 
     [Note: shown gradients] The shown gradients are the ones that the step uses: the mean over ranks, multiplied by the loss scale. If a
-    script writes to them in place, this rank's step uses the result, and a gradient set to None is treated as zero. Autograd must never add
-    to them, so they are hidden before the next backward, which the forward before it announces in time. They are not shown if they are on
-    another device than the parameter, nor if a step has begun on a copy.
+    script writes to them in place, this rank's step uses the result, and a gradient set to None is treated as zero. One that got other
+    memory (``param.grad.data = value``, as Grokfast writes) is copied back. Autograd must never add to them, so they are hidden before the
+    next backward, which the forward before it announces in time. They are not shown if they are on another device than the parameter, nor
+    if a step has begun on a copy.
 
     Attributes:
         reads: Reads of gradients that are sharded.
@@ -336,7 +342,7 @@ class ShownGradients:
         self.replaced = False
         self.reads = ReadGradients(gradients)
         self._gradients = gradients
-        self._views: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}  # by id of the parameter
+        self._views: dict[int, tuple[nn.Parameter, torch.Tensor, torch.Tensor]] = {}  # by id of the parameter: what it shows, and the place
 
     def begin(self) -> None:
         """Show the reduced gradients; local."""
@@ -355,9 +361,10 @@ class ShownGradients:
                 if not _HAS_GRAD_DTYPE:
                     continue
                 param.grad_dtype = None
-            view = shown_part(param, entry.collected.place(total, index))
+            place = entry.collected.place(total, index)
+            view = shown_part(param, place.detach())
             set_gradient(param, view)
-            self._views[id(param)] = param, view
+            self._views[id(param)] = param, view, place
 
     def end(self) -> None:
         """Stop showing gradients in ``param.grad``; keep gradients that the script assigned. Local."""
@@ -365,8 +372,8 @@ class ShownGradients:
         if not self._views:
             return
         held = list(self._views.values())
-        for (param, view), grad in zip(held, gradients_of(param for param, _ in held), strict=True):
-            if grad is view:
+        for (param, view, place), grad in zip(held, gradients_of(param for param, _, _ in held), strict=True):
+            if grad is view and not _moved(view, place):
                 set_gradient(param, None)
             if _HAS_GRAD_DTYPE and param.grad_dtype is None:
                 _narrow(param)
@@ -390,14 +397,19 @@ class ShownGradients:
             )
 
     def drop_removed(self, params: Iterable[torch.Tensor] | None = None) -> None:
-        """Zero the reduced gradients of parameters whose shown gradient a script has set to None; ``params`` limits the check. Local."""
+        """Zero the reduced gradients of parameters whose shown gradient a script has set to None, and copy back those that got other
+        memory; ``params`` limits the check. Local.
+        """
         self.reads.fold()
         if not self._views:
             return
         shown = list(self._views.values()) if params is None else [self._views[id(param)] for param in params if id(param) in self._views]
-        for (_, view), grad in zip(shown, gradients_of(param for param, _ in shown), strict=True):
+        for (_, view, place), grad in zip(shown, gradients_of(param for param, _, _ in shown), strict=True):
             if grad is None:
-                view.zero_()
+                place.zero_()
+            elif grad is view and _moved(view, place):
+                place.copy_(view.detach().reshape(place.shape))
+                view.data = place
 
     def begin_read(self, params: Iterable[torch.Tensor] | None = None) -> None:
         """Bring the waiting gradients up to date for a reader or a writer; ``params`` as for ``drop_removed``. Local."""
