@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from hf_zero.errors import UnsupportedError
 from hf_zero.integrations import lightning_table, methods
@@ -58,6 +59,7 @@ else:
 """
 _calls: ContextVar[tuple[Call, ...]] = ContextVar("hf_zero calls", default=())
 _lost: dict[Method, str] = {}
+_attached: WeakKeyDictionary[Any, set[Method]] = WeakKeyDictionary()  # by module or class
 _executed: set[str] = set()  # modules that are being imported
 _looked_for: set[str] = set()  # modules for which find_spec is running, to prevent recursion
 
@@ -109,6 +111,7 @@ def find_spec(fullname: str, path: Sequence[str] | None, target: ModuleType | No
     execute, get_code = spec.loader.exec_module, getattr(spec.loader, "get_code", None)
 
     def exec_module(module: ModuleType) -> None:
+        _attached.pop(module, None)  # a reload defines its functions anew
         _executed.add(fullname)
         try:
             execute(module)
@@ -128,7 +131,7 @@ def find_spec(fullname: str, path: Sequence[str] | None, target: ModuleType | No
 
 
 def attach(module: ModuleType) -> None:
-    """Wrap the methods of one imported module that are not wrapped yet."""
+    """Wrap the methods of one imported module that were not wrapped before; what a script has put in place of a wrapped method stays."""
     for method in METHODS:
         if method.module != module.__name__:
             continue
@@ -136,12 +139,16 @@ def attach(module: ModuleType) -> None:
         owner: Any = module
         for part in path:
             owner = getattr(owner, part, None)
+        if owner is not None and method in _attached.setdefault(owner, set()):
+            continue
         found = inspect.getattr_static(owner, name, None)
         bound = isinstance(found, (classmethod, staticmethod, property))
         function = found if not bound else found.fget if isinstance(found, property) else found.__func__
         if not inspect.isfunction(function):
             _report(method)
-        elif function.__dict__.get("hf_zero_method") is not method:
+            continue
+        _attached[owner].add(method)
+        if function.__dict__.get("hf_zero_method") is not method:
             wrapped = _replaced(method, function) if method.around else function
             if method.seen or not method.around:
                 wrapped = _seen(method, wrapped)

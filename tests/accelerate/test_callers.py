@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 
@@ -57,6 +58,7 @@ def _apply_weight_conversions_to_state_dict(count: int) -> Iterator[int]:
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Makes a module of a library of what it is given, wraps it, and forgets what was lost."""
     monkeypatch.setattr(callers, "_lost", {})
+    monkeypatch.setattr(callers, "_attached", WeakKeyDictionary())
 
     def make(name: str, **content: Any) -> ModuleType:
         module = ModuleType(name)
@@ -96,6 +98,19 @@ def test_a_wrapped_method_is_still_itself(library: Any) -> None:
     assert type(pickle.loads(pickle.dumps(Own()))) is Own
     library("transformers.trainer", Trainer=Trainer)
     assert Trainer.train is wrapped, "once is enough"
+
+
+def test_what_a_script_puts_in_place_of_a_wrapped_method_stays(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = library("transformers.trainer", Trainer=Trainer)
+    wrapped = module.Trainer.train
+
+    def own(self: Trainer, **options: Any) -> list[Any]:
+        return [*wrapped(self, **options), "own"]
+
+    monkeypatch.setattr(module.Trainer, "train", own)
+    callers.attach(module)  # another import has made code look for `deepspeed` again
+    trainer = module.Trainer()
+    assert module.Trainer.train is own and trainer.train() == [trainer, "own"], "called, and seen once"
 
 
 def test_a_generator_runs_only_while_its_body_does(library: Any) -> None:
