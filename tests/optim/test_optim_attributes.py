@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import hf_zero
+from hf_zero.core.optimizer.clones import clone
 from hf_zero.errors import UnsupportedError
 from hf_zero.optim.elementwise import needs_whole_tensors
 from tests.support import ranks
@@ -117,3 +118,24 @@ def test_only_attributes_that_the_step_looks_for_need_whole_tensors() -> None:
     assert not needs_whole_tensors(Scaled(_model(tag=2.0).parameters()))
     with pytest.raises(UnsupportedError, match="optimizer Scaled reads 'lr_mul', an attribute of parameters of the model"):
         needs_whole_tensors(Scaled(_model(lr_mul=2.0).parameters()), shards_only=True)
+
+
+class _Looked(torch.optim.SGD):
+    """An optimizer in an attribute of another: while its groups are read, the script's thread gives the other one an attribute."""
+
+    holder: torch.optim.Optimizer | None = None
+
+    def __getattribute__(self, name: str) -> Any:
+        holder = super().__getattribute__("holder")
+        if name == "param_groups" and holder is not None:
+            vars(holder)["step"] = holder.step
+        return super().__getattribute__(name)
+
+
+def test_a_clone_is_made_while_the_scripts_thread_sets_an_attribute() -> None:
+    param = nn.Parameter(torch.ones(2))
+    optimizer: Any = torch.optim.SGD([param], lr=0.1)
+    optimizer.first = optimizer.last = inner = _Looked([param], lr=0.1)
+    inner.holder = optimizer
+    made: Any = clone(optimizer, [{**optimizer.param_groups[0], "params": [torch.ones(2)]}])
+    assert made is not optimizer and made.first is made.last is not inner and "step" in vars(optimizer)

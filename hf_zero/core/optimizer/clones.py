@@ -64,8 +64,9 @@ def clone(
             if id(item) not in memo:
                 other = memo[id(item)] = object.__new__(type(item))
                 own = groups if item.param_groups is optimizer.param_groups else list(groups_of(item))
-                values = {name: value if is_foreign(name) else cloned(value) for name, value in vars(item).items()}
-                values.update({name: own for name, value in vars(item).items() if value is item.param_groups})
+                held = dict(vars(item))  # a copy: in the thread of updates, this may run while the script's thread restores ``step``
+                values = {name: value if is_foreign(name) else cloned(value) for name, value in held.items()}
+                values.update({name: own for name, value in held.items() if value is item.param_groups})
                 values.pop("step", None)  # a scheduler that counts calls replaces ``step`` by a method bound to the original
                 vars(other).update(values)
                 give(other, "param_groups", own)

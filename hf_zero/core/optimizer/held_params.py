@@ -31,7 +31,7 @@ def nested_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
             if id(item) in found:
                 continue
             found[id(item)] = item
-            waiting += [value for name, value in vars(item).items() if not is_foreign(name)]
+            waiting += [value for name, value in list(vars(item).items()) if not is_foreign(name)]
         elif type(item) in (list, tuple):
             waiting += [value for value in item if isinstance(value, (torch.optim.Optimizer, list, tuple, dict))]
         elif type(item) is dict:
