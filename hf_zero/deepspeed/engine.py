@@ -91,13 +91,13 @@ class Engine(ConfiguredEngine):
         """Set whether the next backward completes an optimizer step; from then on the engine does not count micro-steps itself."""
         self.accumulation.say(is_boundary)
 
-    def get_global_grad_norm(self) -> float | None:
-        """Return the norm of all gradients at the last boundary, before clipping and without loss scale; None before the first.
+    def get_global_grad_norm(self) -> torch.Tensor | None:
+        """Return the norm of all gradients at the last boundary (0-dim), before clipping and without loss scale; None before the first.
 
         The norm is inf if a step was skipped because of non-finite gradients, also for NaN, as in DeepSpeed. If such steps are not skipped
         (fp32, and bf16 without ``check_grad_overflow``), the norm may be nan.
         """
-        return None if self.progress.last_norm is None else float(self.progress.last_norm)
+        return None if self.progress.last_norm is None else self.progress.last_norm.detach().clone()
 
     train_batch = requests.train_batch
     allreduce_gradients = requests.allreduce_gradients

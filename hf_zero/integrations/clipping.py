@@ -30,12 +30,15 @@ _numbers: WeakKeyDictionary[ShardedOptimizer, float] = WeakKeyDictionary()  # th
 
 def get_global_grad_norm(method: Callable[..., Any], wrapper: Any) -> Any:
     """Replace ``DeepSpeedEngineWrapper.get_global_grad_norm``: return the norm of waiting gradients if there are any (collective)."""
-    norm = _norm_of_waiting(wrapper.engine)
-    return method(wrapper) if norm is None else norm
+    _norm_of_waiting(wrapper.engine)  # which the engine's method returns then
+    return method(wrapper)
 
 
 def clip_grad_norm_(method: Callable[..., Any], accelerator: Any, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
     """Replace ``Accelerator.clip_grad_norm_``: let the engine clip to ``max_norm`` ([Note: clipping of one update]).
+
+    Returns:
+        The norm, as a 0-dim tensor like torch's; None if accelerate returns None (no step has been taken).
 
     Raises:
         ConfigError: The configuration has another norm, or ``max_norm`` is not a positive number.
@@ -45,7 +48,7 @@ def clip_grad_norm_(method: Callable[..., Any], accelerator: Any, parameters: An
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     engines = _engines_with(accelerator, params)
     if len(engines) > 1:
-        return _clip_jointly(accelerator, engines, params, float(max_norm), norm_type)
+        return torch.tensor(_clip_jointly(accelerator, engines, params, float(max_norm), norm_type), device=params[0].device)
     engine = _engine_of(accelerator, params)
     if not isinstance(engine, Engine) or not isinstance(engine.optimizer, ShardedOptimizer):
         return method(accelerator, params, max_norm, norm_type)
@@ -61,7 +64,7 @@ def clip_grad_norm_(method: Callable[..., Any], accelerator: Any, parameters: An
     if engine.stepper.trained.untrained.among({id(param) for param in params}):  # type: ignore[union-attr]  # their gradients count
         return torch.nn.utils.clip_grad_norm_(params, max_norm)
     engine.stepper.note_clipping(engine.progress.last_norm)  # type: ignore[union-attr, arg-type]  # an update waits, and has been measured
-    return min(norm, earlier)
+    return torch.tensor(min(norm, earlier), device=params[0].device)
 
 
 def clip_grad_value_(method: Callable[..., None], accelerator: Any, parameters: Any, clip_value: float) -> None:

@@ -77,7 +77,8 @@ def _train(prepared: tuple[Any, ...], max_norm: float | None, steps: bool = True
         with accelerator.accumulate(engine):
             accelerator.backward(engine(rows).square().mean())
             if max_norm is not None:
-                norms.append(float(accelerator.clip_grad_norm_(engine.parameters(), max_norm)))
+                norms.append(accelerator.clip_grad_norm_(engine.parameters(), max_norm).item())  # a tensor, as without an engine
+                assert norms[-1] == engine.get_global_grad_norm().item()
                 if not math.isinf(max_norm):
                     assert engine.gradient_clipping() == optimizer.optimizer.clip_grad == max_norm
             if steps:
