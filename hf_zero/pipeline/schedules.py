@@ -179,6 +179,15 @@ class ScheduledStage:
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Do nothing: losses are scaled already."""
 
+    def release_fwd_send_outputs(self, part: int) -> None:
+        """Do nothing: the backward of ``part`` drops its outputs, or ``get_fwd_send_ops`` has dropped them."""
+
+    def _clear_unlaunched_fwd_recv(self, part: int) -> None:
+        self._arriving.pop(part, None)
+
+    def _clear_unlaunched_bwd_recv(self, part: int) -> None:
+        self._gradients.pop(part, None)
+
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return []
 
@@ -309,6 +318,9 @@ class Scheduler:
         # The work computes the loss itself. Given a function, torch takes the output as the loss, but wants a target.
         loss = {"loss_fn": lambda output, target: output, "scale_grads": False}
         try:
-            return _Order(kind(stages if issubclass(kind, PipelineScheduleMulti) else stages[0], parts, **loss), stages)
+            schedule = kind(stages if issubclass(kind, PipelineScheduleMulti) else stages[0], parts, **loss)
+            # Newer versions of torch prepare connections and shapes here, which these stages do not need, from attributes of torch's own.
+            schedule._initialize_pp_stages = lambda *_args, **_kwargs: (True, schedule._has_backward)
+            return _Order(schedule, stages)
         except ValueError as error:  # too few parts for the order
             raise ConfigError(f"pipeline.schedule {name} of {parts} part(s), which are gradient_accumulation_steps: {error}") from None
