@@ -320,7 +320,7 @@ class Scheduler:
         try:
             schedule = kind(stages if issubclass(kind, PipelineScheduleMulti) else stages[0], parts, **loss)
             # Newer versions of torch prepare connections and shapes here, which these stages do not need, from attributes of torch's own.
-            schedule._initialize_pp_stages = lambda *_args, **_kwargs: (True, schedule._has_backward)
+            schedule._initialize_pp_stages = lambda *_args, **_kwargs: (True, True)  # forward and backward are ready
             return _Order(schedule, stages)
         except ValueError as error:  # too few parts for the order
             raise ConfigError(f"pipeline.schedule {name} of {parts} part(s), which are gradient_accumulation_steps: {error}") from None
