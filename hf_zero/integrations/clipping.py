@@ -48,7 +48,7 @@ def clip_grad_norm_(method: Callable[..., Any], accelerator: Any, parameters: An
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     engines = _engines_with(accelerator, params)
     if len(engines) > 1:
-        return torch.tensor(_clip_jointly(accelerator, engines, params, float(max_norm), norm_type), device=params[0].device)
+        return _clip_jointly(accelerator, engines, params, float(max_norm), norm_type)
     engine = _engine_of(accelerator, params)
     if not isinstance(engine, Engine) or not isinstance(engine.optimizer, ShardedOptimizer):
         return method(accelerator, params, max_norm, norm_type)
@@ -64,7 +64,7 @@ def clip_grad_norm_(method: Callable[..., Any], accelerator: Any, parameters: An
     if engine.stepper.trained.untrained.among({id(param) for param in params}):  # type: ignore[union-attr]  # their gradients count
         return torch.nn.utils.clip_grad_norm_(params, max_norm)
     engine.stepper.note_clipping(engine.progress.last_norm)  # type: ignore[union-attr, arg-type]  # an update waits, and has been measured
-    return torch.tensor(min(norm, earlier), device=params[0].device)
+    return engine.progress.last_norm.new_tensor(min(norm, earlier))  # type: ignore[union-attr]  # it has been measured
 
 
 def clip_grad_value_(method: Callable[..., None], accelerator: Any, parameters: Any, clip_value: float) -> None:
@@ -195,8 +195,8 @@ def _set(engine: Engine, loop: Loop | None, max_norm: float) -> None:
     set_gradient_clipping(engine, 0.0 if math.isinf(max_norm) else max_norm)
 
 
-def _clip_jointly(accelerator: Any, engines: Sequence[Engine], params: Sequence[torch.Tensor], max_norm: float, norm_type: float) -> float:
-    """Clip the waiting gradients of several engines by the norm of all of them, and return this norm before; collective.
+def _clip_jointly(accelerator: Any, engines: Sequence[Engine], params: Sequence[torch.Tensor], max_norm: float, norm_type: float) -> Any:
+    """Clip the waiting gradients of several engines by the norm of all of them, and return this norm before (0-dim); collective.
 
     Each engine clips at the part of ``max_norm`` that its own norm has in the joint one, so that all are multiplied by one factor.
 
@@ -231,4 +231,4 @@ def _clip_jointly(accelerator: Any, engines: Sequence[Engine], params: Sequence[
         if not written:
             loop.clip(engine, factor * (norm + EPSILON) if 0 < factor < 1 else math.inf)
         engine.stepper.note_clipping(engine.progress.last_norm)  # type: ignore[union-attr, arg-type]  # it has been measured
-    return total
+    return engines[0].progress.last_norm.new_tensor(total)  # type: ignore[union-attr]  # it has been measured

@@ -283,7 +283,10 @@ def test_a_wait_of_a_script_for_its_own_work_is_seen() -> None:
 
     def seen() -> tuple[Any, Any, str]:
         with stacks.threads_of_others() as frames:
-            frame = next(frame for frame in frames if any(one.f_code is _waits_by_itself.__code__ for one in stacks.outer_frames(frame)))
+            waits = (frame for frame in frames if any(one.f_code is _waits_by_itself.__code__ for one in stacks.outer_frames(frame)))
+            frame = next(waits, None)
+            if frame is None:  # the thread has not come so far
+                return None, None, ""
             return rank_status._operation(frame, main=True), rank_status._operation(frame, main=False), stacks.place(frame)
 
     processes.until(lambda: seen()[0], "the thread's wait")
