@@ -340,6 +340,7 @@ def _serve(pipe: connection.Connection, rank: int, world_size: int, folder: str)
 
     _use_one_thread()
     _share_gloo_thread()
+    ended = _keep_ended_groups()
     gc.freeze()  # collections between jobs skip imported modules, which stay
     _FACTORIES.update({name: getattr(torch, name) for name in ("empty", "zeros", "ones", "full", "tensor", "arange")})
     stack = open(os.path.join(folder, f"stack_{rank}"), "w")  # noqa: SIM115 - open as long as the process runs
@@ -363,6 +364,7 @@ def _serve(pipe: connection.Connection, rank: int, world_size: int, folder: str)
             answer = pickle.dumps(("ok", _run(job, rank, world_size)))
         except BaseException:  # a rank reports any error, SystemExit included
             answer = pickle.dumps(("error", traceback.format_exc()))
+        ended.clear()
         pipe.send_bytes(answer)
 
 
@@ -390,6 +392,26 @@ def _share_gloo_thread() -> None:
         return construct(group, store, rank, size, options)
 
     ProcessGroupGloo.__init__ = construct_shared
+
+
+def _keep_ended_groups() -> list[Any]:
+    """Keep the process groups that a job ends in the list that is returned.
+
+    A script that ends its group before its ``DistributedDataParallel`` leaves the group to DDP's reducer, whose destructor waits, with
+    Python's lock, for the group's threads. A thread that frees the last collective's tensors waits for this lock, so the process would
+    never end (torch 2.13).
+    """
+    import torch.distributed as dist
+
+    kept: list[Any] = []
+    destroy = dist.destroy_process_group
+
+    def keep_and_destroy(group: Any = None) -> None:
+        kept.extend(dist.distributed_c10d._world.pg_map)
+        destroy(group)
+
+    dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = keep_and_destroy
+    return kept
 
 
 def _run(job: Job, rank: int, world_size: int) -> tuple[Any, collective_order.Record]:
