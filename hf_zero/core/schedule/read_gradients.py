@@ -316,9 +316,9 @@ def _of(param: torch.Tensor) -> torch.Tensor | None:
     return gradients_of([param])[0]
 
 
-def _moved(view: torch.Tensor, place: torch.Tensor) -> bool:
-    """Return whether a script has given ``view``, which showed ``place``, other memory."""
-    return bool(view.untyped_storage()._cdata != place.untyped_storage()._cdata)
+def _moved(held: Sequence[tuple[nn.Parameter, torch.Tensor, torch.Tensor]]) -> list[bool]:
+    """Return for each of ``held`` whether a script has given the view, which showed the place, other memory."""
+    return [view.untyped_storage()._cdata != place.untyped_storage()._cdata for _, view, place in held]
 
 
 class ShownGradients:
@@ -372,11 +372,13 @@ class ShownGradients:
         if not self._views:
             return
         held = list(self._views.values())
-        for (param, view, place), grad in zip(held, gradients_of(param for param, _, _ in held), strict=True):
-            if grad is view and not _moved(view, place):
+        grads = gradients_of(param for param, _, _ in held)
+        for (param, view, _), grad, moved in zip(held, grads, _moved(held), strict=True):
+            if grad is view and not moved:
                 set_gradient(param, None)
-            if _HAS_GRAD_DTYPE and param.grad_dtype is None:
-                _narrow(param)
+                grad = None
+            if _HAS_GRAD_DTYPE and grad is None and param.grad_dtype is None:
+                param.grad_dtype = param.dtype  # autograd casts its gradients again
         self._views.clear()
 
     def has(self, param: torch.Tensor) -> bool:
@@ -404,10 +406,11 @@ class ShownGradients:
         if not self._views:
             return
         shown = list(self._views.values()) if params is None else [self._views[id(param)] for param in params if id(param) in self._views]
-        for (_, view, place), grad in zip(shown, gradients_of(param for param, _, _ in shown), strict=True):
+        grads = gradients_of(param for param, _, _ in shown)
+        for (_, view, place), grad, moved in zip(shown, grads, _moved(shown), strict=True):
             if grad is None:
                 place.zero_()
-            elif grad is view and _moved(view, place):
+            elif moved and grad is view:
                 place.copy_(view.detach().reshape(place.shape))
                 view.data = place
 
