@@ -66,6 +66,9 @@ def test_the_other_rank_ends_with_the_unit_and_phase(stage: int, place: str, way
     survivor, culprit = outcomes
     assert culprit.status == {"dies": "died", "aborts": "died", "hangs": "hung", "raises": "error"}[way], culprit.text
     assert survivor.status == "error", survivor.text
+    if (place, way) == ("backward", "raises"):  # the ranks meet at the end of the backward, where the error is known to all
+        assert "broke off with an error on another rank (ValueError('rank 1 has a bug of its own'))" in survivor.text, survivor.text
+        return
     assert "CollectiveError" in survivor.text, survivor.text
     units = ("root", "blocks.0", "blocks.1", "blocks.2", "grad_norm", "norm")
     phases = ("gather", "reduce", "norm", "step")
