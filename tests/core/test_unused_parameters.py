@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_zero import observe
 from hf_zero.errors import StateError
 from tests.support import ranks
+from tests.support.logged import messages_of_log
 from tests.support.parity import Run, initialize
 from tests.support.rows import slow_but
 from tests.support.zero3 import whole_parameters
@@ -139,3 +141,25 @@ def _switched(stage: int) -> None:
 @pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
 def test_branches_that_take_turns_train_as_in_plain_pytorch(stage: int) -> None:
     ranks.run_ranks(_switched, 2, stage)
+
+
+def _warnings(stage: int, decay: float, taken: tuple[int, ...]) -> list[str]:
+    torch.manual_seed(0)
+    model = Branches().to(ranks.device())
+    observe._warned.clear()  # of earlier jobs in this process
+    with messages_of_log() as lines:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=decay)
+        engine = initialize(model, Run(stage), optimizer=optimizer)
+        for _ in range(2):
+            _micro_step(engine, *taken)
+        engine.destroy()
+    return [line for line in lines if "had no gradient on this rank" in line]
+
+
+@pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
+def test_the_first_step_warns_of_decay_without_a_gradient(stage: int) -> None:
+    found, other = ranks.run_ranks(_warnings, 2, stage, 0.1, (0,))
+    assert len(found) == 1 and "(branches.1." in found[0] and "trunk" not in found[0] and "branches.0" not in found[0]
+    assert other == []
+    assert ranks.run_ranks(_warnings, 2, stage, 0.1, (0, 1)) == [[], []]
+    assert ranks.run_ranks(_warnings, 2, stage, 0.0, (0,)) == [[], []]

@@ -13,7 +13,7 @@ import pytest
 from tests.support.processes import REPO, environment
 
 # The build alone takes minutes on a busy machine.
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = pytest.mark.timeout(3600)
 
 # Wrong accesses that the sanitizers must see, or the test that follows says nothing.
 CRIME = """
@@ -27,7 +27,7 @@ library().call("hfz_squared_norm", ctypes.c_int64(1 << 16), address(values), 1, 
 
 
 def _output(command: list[str], **more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, env=environment(more), capture_output=True, text=True, cwd=REPO, timeout=900)
+    return subprocess.run(command, env=environment(more), capture_output=True, text=True, cwd=REPO, timeout=2700)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ has written (``core/step/written.py``, ``core/units/values.py adopt_writes``). `
 of parameters, and adds new ones, which get units from ``assembly/units.py``. Page for users: docs/parameters.md.
 
 A parameter that no rank used in a step has a zero gradient: moments decay, weight decay applies and Adam counts the step, while plain
-PyTorch does not update it; one that requires no gradient is not updated here either.
+PyTorch does not update it (``core/step/unused.py`` warns of it). One that requires no gradient is not updated here either.
 With ``ignore_unused_parameters: false`` a parameter that any rank did not use is an error on all ranks.
 
 ``loss.backward()`` without the engine is a micro-step too ([Note: a backward the user starts]): the first hook that runs notices it.

@@ -22,6 +22,7 @@ from hf_zero.core.step.grad_norm import clip_factor, first_non_finite, global_no
 from hf_zero.core.step.precision import LossScaler
 from hf_zero.core.step.spikes import StepWatch
 from hf_zero.core.step.trained_units import TrainedUnits
+from hf_zero.core.step.unused import require_all, warn_of_decay
 from hf_zero.core.step.written import WrittenValues, have_written, note_added, refuse_added, saved_empty, take_written
 from hf_zero.core.units.unit import Unit, trained_of
 from hf_zero.core.units.values import adopt_writes, agree_on_scales, all_gather_updated, publish
@@ -145,6 +146,7 @@ class Stepper:
         self._measured: Measured | None = None  # norm of the coming step
         self.keeps = False  # whether readers find the gradients after the step, until ``zero_grad``
         self._clips_by: torch.Tensor | None = None  # norm by which the script has clipped the waiting gradients
+        self._is_first = True  # no step has been taken
         self._clipped: torch.Tensor | None = None  # the same once they are clipped: the step clips no more
         optimizer.own.change = self.change_masters
         if settings.shows_gradients:
@@ -207,21 +209,6 @@ class Stepper:
     def name_of_non_finite(self, shards: Sequence[torch.Tensor]) -> str:
         """Return the name of the first parameter with a gradient that is not finite; collective."""
         return first_non_finite(trained_of(self.optimizer.units), shards, self.collectives, self._model)
-
-    def _require_all(self) -> None:
-        unused = [name for gradients in self.reducer.gradients for name in gradients.collected.unused()]
-        by_rank = self.collectives.data.gather_objects(unused, "parameters without gradient")
-        if self._model is not None:
-            by_rank = [line for part in self._model.collectives.gather_objects(by_rank, "parameters without gradient") for line in part]
-        # In the model's order, each once; every rank has the same lists.
-        names = list(dict.fromkeys(name for line in by_rank for name in line))
-        if names:
-            ranks = [rank for rank, line in enumerate(by_rank) if line]
-            raise StateError(
-                f"{', '.join(names)}: no gradient in this step on rank(s) {', '.join(map(str, ranks))} of {len(by_rank)}, and "
-                "zero_optimization.ignore_unused_parameters is false. Let the loss depend on them, freeze them before initialize(), or "
-                "set the key to true: they count as zero then"
-            )
 
     def agree(self, refused: str = "") -> Agreed:
         """Hold the vote before a step and return its result; collective, on the host. ``refused`` is an error that all ranks raise.
@@ -352,8 +339,12 @@ class Stepper:
         """
         before, agreed = trained_of(self.optimizer.units), self._settle()
         if self.settings.wants_all:
-            self._require_all()
+            require_all(self.reducer.gradients, self.collectives.data, self._model.collectives if self._model is not None else None)
         shards = self.reduced()
+        if self._is_first:
+            self._is_first = False
+            gradients = [self._gradients[id(unit)] for unit in trained_of(self.optimizer.units)]
+            warn_of_decay(gradients, shards, self.optimizer.param_groups)
         groups, self._averaged = self._average(shards), None
         if not groups:
             return StepResult(torch.tensor(math.nan), False, signal=agreed.signal, groups=0)
