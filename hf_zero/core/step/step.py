@@ -144,9 +144,9 @@ class Stepper:
         self.groups: OtherGroups | None = None  # set by layers above
         self._averaged: int | None = None  # result of ``OtherGroups.average`` for the coming step
         self._measured: Measured | None = None  # norm of the coming step
+        self._is_first = True  # no step has been taken
         self.keeps = False  # whether readers find the gradients after the step, until ``zero_grad``
         self._clips_by: torch.Tensor | None = None  # norm by which the script has clipped the waiting gradients
-        self._is_first = True  # no step has been taken
         self._clipped: torch.Tensor | None = None  # the same once they are clipped: the step clips no more
         optimizer.own.change = self.change_masters
         if settings.shows_gradients:
