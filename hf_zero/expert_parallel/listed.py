@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.units.layout import Range
-from hf_zero.core.units.marks import TpShard
+from hf_zero.core.units.marks import TpShard, note_call
 from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.expert_parallel.dispatch import Shares, exchange_counts, send_to_experts, tokens_of_each
 from hf_zero.expert_parallel.exchange import beside_idle, join_experts, tie
@@ -172,7 +172,13 @@ class ListedLayer:
                 f"expert_parallel: experts of {self._label} return shape {tuple(results.shape)} for {tuple(tokens.shape)}, which must be "
                 "equal. Remove expert_parallel for this model"
             )
-        idle = [param for (expert, _), part in zip(self._own, parts, strict=True) if not len(part) for param in expert.parameters()]
+        # Some layers call an expert that has no tokens, and so give it gradients of zero; others leave it out. They do so on all ranks.
+        called = {index for index, _ in self._calls.noted} if self._calls is not None else set()
+        idle: list[nn.Parameter] = []
+        for index, ((expert, _), part) in enumerate(zip(self._own, parts, strict=True), self._shares.first):
+            for param in expert.parameters() if torch.is_grad_enabled() else ():
+                note_call(param, bool(len(part)) or index in called)
+            idle += [] if len(part) else expert.parameters()
         return beside_idle(torch.empty_like(results).index_copy(0, order, results), idle)
 
 

@@ -182,6 +182,7 @@ class Speculation:
             and update.stepper.values == self.stepper.values
             and self.unit.master is self._read[1][0]
             and all(tensor._version == version for tensor, version in self._read)
+            and {id(segment) for segment in update.trained} == {id(shadow.segment) for shadow in self.shadows}
             and all(
                 (states := shadow.segment.state).keys() == shadow.present.keys()
                 and all(states[name] is value for name, value in shadow.present.items())

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from hf_zero.core.optimizer.segments import SubGroupStepper
+from hf_zero.core.optimizer.segments import OwnedSegment, SubGroupStepper
 from hf_zero.core.units.unit import Unit
 from hf_zero.observe import span, waiting
 from hf_zero.offload.host_states import HostStates, SubGroup
@@ -50,6 +50,11 @@ class UnitUpdate:
     stepper: SubGroupStepper
     states: HostStates
     _target: torch.Tensor | None = field(default=None, init=False)  # (shard_numel,): buffer of the new shard; None: it is the master
+
+    @property
+    def trained(self) -> list[OwnedSegment]:
+        """Return the segments that are updated, in order."""
+        return [segment for sub_group, _ in self.sub_groups for segment in sub_group.segments if not segment.rests]
 
     def begin(self) -> None:
         self._target = None if self.unit.master is self.unit.shard else self.unit.shard_storage.outgoing(self.unit)

@@ -32,7 +32,7 @@ class OneBitSharded(ShardedOptimizer):
         collectives: The axis over whose ranks the momentum is averaged.
     """
 
-    takes_more = False
+    adapts = False
 
     def __init__(self, inner: OneBitAdam, units: Sequence[Unit], collectives: Collectives) -> None:
         super().__init__(inner, units)
@@ -47,7 +47,7 @@ class OneBitSharded(ShardedOptimizer):
                     "bf16_master_weights_and_grads and fp16_master_weights_and_grads at false"
                 )
 
-    def rest(self, resting: Mapping[int, Collection[int]]) -> None:
+    def rest(self, resting: Mapping[int, Collection[int]], still: Collection[int]) -> None:
         """Refuse to leave parameters out of updates: codes and errors are laid out for all parameters.
 
         Raises:

@@ -392,4 +392,5 @@ def join(engine: Engine) -> None:
     if isinstance(engine.checkpoints, EngineCheckpoints):
         engine.checkpoints.batches = groups
     engine.stepper.groups = groups
+    engine.stepper.trained.skips_unused = False  # another group may have the gradient
     engine.register_forward_pre_hook(groups.before_forward)

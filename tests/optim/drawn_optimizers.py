@@ -208,9 +208,8 @@ class Plain(Script):
             (loss / self.run["accumulation"]).backward()
             total += loss.item() / ranks.world()
             for param, master in self.by_param.items():
-                # A parameter that a loss leaves out has a gradient of zeros (docs/parameters.md); one that is in no group keeps its own.
-                if param.requires_grad and (param.grad is not None or self.is_taken(master)):
-                    part = param.grad.float() / ranks.world() if param.grad is not None else torch.zeros_like(master)
+                if param.requires_grad and param.grad is not None:
+                    part = param.grad.float() / ranks.world()
                     master.grad = part if master.grad is None else master.grad + part
                 param.grad = None
         return total

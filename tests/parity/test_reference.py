@@ -14,7 +14,7 @@ from tests.support.parity import LIMITS, Run, Trace, check, difference, mean_ove
 
 
 def _train_ddp(name: str, run: Run) -> Trace:
-    """Train with DDP, torch AdamW and torch's clipping; unused parameters count as zero gradient."""
+    """Train with DDP, torch AdamW and torch's clipping."""
     case = CASES[name]
     model = DistributedDataParallel(case.build())
     settings = {"lr": run.lr, "betas": (0.9, 0.99), "eps": run.eps, "weight_decay": run.weight_decay}

@@ -1,8 +1,8 @@
 """The parity reference in plain PyTorch, the same training through the engine, and the one checker that compares them.
 
 The reference is a single process with the batches of all ranks and micro-steps. fp32: one forward of their concatenation. 16 bit: one
-forward and backward per part in 16 bit, gradients summed in fp32, clipped, torch AdamW on fp32 masters, cast back. A parameter that no
-rank used in a step has a zero gradient (the engine's rule for units).
+forward and backward per part in 16 bit, gradients summed in fp32, clipped, torch AdamW on fp32 masters, cast back. A parameter without a
+gradient on any rank is not updated in this step.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def reference(model: nn.Module, feed: Feed, forward: Forward, run: Run, world: i
     for step in range(run.steps):
         scale = scaler.scale if scaler else 1.0
         parts = [(micro, rank) for micro in range(run.accumulation) for rank in range(world)]
-        sums = {name: torch.zeros_like(master) for name, master in masters.items()}
+        sums: dict[str, Tensor] = {}
         losses = [
             backward_part(model, forward, prepare(feed(step, micro, rank), dtype), scale / run.accumulation, trainable, sums)
             for micro, rank in parts
@@ -163,12 +163,14 @@ def prepare(batch: Batch, dtype: torch.dtype) -> Batch:
 def backward_part(
     model: nn.Module, forward: Forward, batch: Batch, factor: float, trainable: dict[str, nn.Parameter], sums: dict[str, Tensor]
 ) -> float:
-    """Run forward and backward of one rank's micro-step in the model's dtype; add its gradients to fp32 ``sums``. Return the loss."""
+    """Run forward and backward of one rank's micro-step in the model's dtype; add its gradients to fp32 ``sums``, which has an entry for
+    each parameter with a gradient. Return the loss.
+    """
     loss = forward(model, batch)
     (loss * factor).backward()
     for name, parameter in trainable.items():
         if parameter.grad is not None:
-            sums[name] += parameter.grad.float()
+            sums[name] = sums[name] + parameter.grad.float() if name in sums else parameter.grad.float()
             parameter.grad = None
     return loss.item()
 
@@ -193,7 +195,7 @@ def reference_step(
         return
     factor = min(1.0, clip / (norm.item() + 1e-6)) if clip else 1.0
     for name, master in masters.items():
-        master.grad = gradients[name] * factor
+        master.grad = gradients[name] * factor if name in gradients else None
     optimizer.step()
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hf_zero.checkpoint.files.rows import Row
 from hf_zero.checkpoint.files.tensor_reader import Copy
 from hf_zero.checkpoint.format.index import Index
-from hf_zero.checkpoint.format.names import MASTER, shard_file
+from hf_zero.checkpoint.format.names import MASTER, STATE_PREFIX, shard_file
 from hf_zero.checkpoint.format.records import UnitRecord, present_params
 from hf_zero.checkpoint.format.tp_shards import SavedTpShard
 from hf_zero.core.units.layout import Range
@@ -74,6 +74,8 @@ class Catalog:
 
     def __init__(self, index: Index) -> None:
         self.index = index
+        scalars = index.optimizer.scalars if index.optimizer is not None else ()
+        self._stateless = {(record.unit, record.group) for record in scalars if record.values is None}
         self._params: dict[str, Located] = {}
         for loose in index.loose:
             self._add(loose.name, -1, Part(loose.tp_shard, None, 0, loose.file))
@@ -107,11 +109,13 @@ class Catalog:
 
     def dtype(self, param: Located, kind: str | None = None) -> str | None:
         """Return the name of the dtype of ``param`` in files of ``kind`` (None for its values); None if no such file has the parameter, or
-        not all of its elements: shards that have the unit for the states of another param group alone.
+        not all of its elements: shards that have the unit for the states of other parameters alone.
 
         Parts without elements do not count: a rank that holds none of an expert writes no optimizer states of it.
         """
         found: str | None = None
+        if kind is not None and kind.startswith(STATE_PREFIX) and (param.name, param.group) in self._stateless:
+            return None
         for part in param.parts:
             if part.tp_shard.dim is not None and not part.tp_shard.numel:
                 continue

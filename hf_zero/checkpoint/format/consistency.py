@@ -222,8 +222,10 @@ def check_optimizer(optimizer: OptimizerRecord, units: Iterable[UnitRecord], nam
         if group_of.get(name) != trained.get(name):
             raise CheckpointError(f"parameter {name} is in param group {group_of.get(name)}, but its unit says {trained.get(name)}")
     known = {(name, param.group) for unit in units if unit.kind == MASTER for param in unit.params for name in (unit.name, param.name)}
-    seen = set()
+    seen, single = set(), {param.name for _, param in present_params(units)}
     for record in optimizer.scalars:
+        if record.values is None and record.unit not in single:
+            raise CheckpointError(f"optimizer.scalars of unit {shown(record.unit)} is null, which is allowed for single parameters only")
         key = (record.unit, record.group)
         if key not in known or key in seen:
             raise CheckpointError(f"optimizer.scalars: group {record.group} of unit {shown(record.unit)} is unknown or occurs twice")

@@ -155,7 +155,7 @@ class Index:
                     raise CheckpointError(f"optimizer.groups[{number}] has no hyper-parameters, but other groups have some")
             if ranges:
                 check_values(decoder.decode(self.optimizer.common), "optimizer.common")
-            states = self.optimizer.scalars
+            states = [record for record in self.optimizer.scalars if record.values is not None]
             check_numbers(
                 [(record.group, f"optimizer.scalars of unit {record.unit!r}", decoder.decode(record.values)) for record in states], ranges
             )

@@ -270,7 +270,7 @@ class ScalarRecord:
     """Optimizer states that are single numbers (``step``), for the parameters of one param group in one unit.
 
     If the numbers differ between parameters of the unit (some were frozen for a while), each has its own record, whose ``unit`` is the
-    name of the parameter.
+    name of the parameter. Its ``values`` are None if no step has updated the parameter, so that it has no states at all.
     """
 
     unit: str

@@ -73,15 +73,17 @@ def state_entries(optimizer: ShardedOptimizer, state: str) -> list[Entry]:
 
 
 def scalars(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
-    """Return this rank's single-number states by segment: unit, group and encoded values, and the parameters of a segment that was cut."""
+    """Return this rank's single-number states by segment: unit, group and encoded values, and the parameters of a segment that was cut;
+    the values of a cut segment without states are None.
+    """
     found = []
     shaped = _shaped_numbers(optimizer)
     for segment in optimizer.segments:
         what = f"the optimizer state of unit {segment.unit.name}, group {segment.group}"
         states = _states(optimizer, segment)
         numbers = states.keys() - _rows(optimizer, segment, shaped).keys()
-        values = {name: encode_scalar(value, f"{what}, {name!r}") for name, value in states.items() if name in numbers}
-        if states:
+        values = {name: encode_scalar(value, f"{what}, {name!r}") for name, value in states.items() if name in numbers} if states else None
+        if states or optimizer.cut_segments:
             params = [slot.name for slot in slots_in(segment)] if optimizer.cut_segments else []
             found.append({"unit": segment.unit.name, "group": segment.group, "values": values, "params": params})
     return found
@@ -109,8 +111,9 @@ def merge_scalars(by_rank: Sequence[Sequence[dict[str, Any]]]) -> tuple[ScalarRe
                     )
     records = []
     for (unit, group), values in merged.items():
-        alike = all(value == next(iter(values.values())) for value in values.values())
-        names = [(unit, next(iter(values.values())))] if alike else [entry for entry in values.items() if not has_left(entry[0])]
+        first = next(iter(values.values()))
+        alike = all(value == first for value in values.values())
+        names = [(unit, first)] * (first is not None) if alike else [entry for entry in values.items() if not has_left(entry[0])]
         records += [ScalarRecord(name, group, value) for name, value in names]
     return tuple(records)
 

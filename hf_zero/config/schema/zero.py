@@ -130,7 +130,7 @@ class ZeroOptimization(Section):
     )
     ignore_unused_parameters: Bool = used(
         True,
-        "Count a parameter without gradient as zero; if false, a step in which a trainable parameter had no gradient on any rank raises an "
+        "Skip a parameter without a gradient on any rank, as plain PyTorch does; if false, a step in which any rank had none raises an "
         "error that names it",
     )
     legacy_stage1: Bool = refused(False, "Old stage 1 implementation", "remove it: stage 1 has one implementation")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -18,7 +19,7 @@ from hf_zero.core.optimizer.held_params import nested_of
 from hf_zero.core.optimizer.master_parts import new_part
 from hf_zero.core.optimizer.nested import require_state
 from hf_zero.core.optimizer.step_values import ChangedInPlace
-from hf_zero.core.units.layout import Range
+from hf_zero.core.units.layout import ParamSlot, Range
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.native.passes import LOW_TYPES
@@ -115,10 +116,12 @@ class OwnedSegment:
         Each run of adjacent parameters that are all frozen or all trained becomes a segment with its part of the states; numbers (``step``)
         are copied.
         """
-        start = self.unit.owned.start + self.range.start
+        inside, slots = self.range.shift(self.unit.owned.start), self.unit.layout.slots
+        start = inside.start
         runs: list[tuple[int, bool]] = []  # the first element inside the segment, and whether the run rests
-        for index, slot in enumerate(self.unit.layout.slots):
-            part = slot.range.intersect(self.range.shift(self.unit.owned.start))
+        for index in range(bisect_right(slots, start, key=_stop_of), bisect_left(slots, inside.stop, key=_start_of)):
+            slot = slots[index]
+            part = slot.range.intersect(inside)
             if slot.group == self.group and part.numel and (not runs or runs[-1][1] is not (index in resting)):
                 runs.append((part.start - start if runs else 0, index in resting))
         if len(runs) == 1:
@@ -157,6 +160,14 @@ class OwnedSegment:
     def low(self) -> torch.Tensor | None:
         """Return the part of the shard to which the new value is cast; None if the master is the shard."""
         return None if self.unit.master is self.unit.shard else self.within(self.unit.shard)
+
+
+def _start_of(slot: ParamSlot) -> int:
+    return slot.range.start
+
+
+def _stop_of(slot: ParamSlot) -> int:
+    return slot.range.stop
 
 
 class Segments(list[OwnedSegment]):

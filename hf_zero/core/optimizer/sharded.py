@@ -65,7 +65,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         state_store: Store of masters and moments; None keeps them on the training device.
     """
 
-    takes_more = True  # whether ``extend`` takes units
+    adapts = True  # whether ``rest`` and ``extend`` are provided
 
     def __init__(self, inner: torch.optim.Optimizer, units: Sequence[Unit], state_store: StateStore | None = None) -> None:
         # Not super().__init__: groups and state belong to the inner optimizer, and must stay the same objects.
@@ -119,13 +119,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Return whether single parameters of ``unit`` can be frozen while others are trained."""
         return self.state_store.divides(unit)
 
-    def rest(self, resting: Mapping[int, Collection[int]]) -> None:
-        """Exclude the parameters at these positions, by id of their unit, from updates, and train all others; local."""
+    def rest(self, resting: Mapping[int, Collection[int]], still: Collection[int]) -> None:
+        """Exclude parameters from updates, and train all others; local.
+
+        Args:
+            resting: Positions of the parameters, by id of their unit.
+            still: Ids of the units that no step reduces or updates, because all of their parameters rest.
+        """
         self.state_store.settle()
         self._replace(piece for segment in self.segments for piece in segment.divide(resting.get(id(segment.unit), ())))
         self.cut_segments |= any(resting.values())
         for unit in self.units:
-            unit.rests = len(resting.get(id(unit), ())) == sum(bool(slot.numel) for slot in unit.layout.slots)
+            unit.rests = id(unit) in still
 
     def cut(self, starts: Mapping[int, Iterable[int]]) -> None:
         """Cut segments at element positions inside them (``starts``: positions by id of the segment's tensor), so that each part counts its

@@ -10,6 +10,7 @@ import torch
 from hf_zero.comm.collectives import Pending
 from hf_zero.core.schedule.gradient_sums import GradientExchange, GradientPolicy, GradientSum, Hop
 from hf_zero.core.units.layout import ParamSlot
+from hf_zero.core.units.marks import forget_calls
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import StateError
 from hf_zero.memory import host_memory
@@ -65,6 +66,7 @@ class Collector:
         pool: Pool of flat buffers.
         places: Shape, strides and first element of each parameter inside the unit.
         used: For each parameter, whether a gradient arrived since the last step.
+        of_experts: Whether other ranks have other parameters in their units of this name.
         piecemeal: Whether parameters get several gradients in this backward, which delays the unit's reduction to the end of backward. Set
             by the block and by the reducer.
         in_place: Positions of parameters to whose gradients autograd itself adds later gradients of this backward; always the same set.
@@ -78,6 +80,7 @@ class Collector:
         self.piecemeal = False
         self.in_place: set[int] = set()
         self._unit = unit
+        self.of_experts = unit.collectives.topology.of_experts
         self._policy = policy
         self._arrived: set[int] = set()  # positions of the parameters that had a gradient in this backward
         self._written = [False] * len(unit.layout.slots)  # for each parameter, whether `flat` has a gradient of it
@@ -261,6 +264,9 @@ class Collector:
         self.piecemeal = False
         self._written = [False] * len(self._written)
         self.used = [False] * len(self.used)
+        for param in self._unit.params if self.of_experts else ():
+            if param is not None:
+                forget_calls(param)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield the tensors that hold gradients now."""

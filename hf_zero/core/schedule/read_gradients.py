@@ -221,6 +221,7 @@ class ReadGradients:
         if value is None:
             self.forget(unit, index)
             unit.shard_part(index, entry.writable(index)).zero_()
+            entry.collected.used[index] = False
             return False  # a gradient that the script has assigned before goes too
         if self.wait_for_ranks is None or not (unit.reshards or self.joins(unit.params[index])):
             self.forget(unit, index)  # whole parameters: torch has it, and the step averages it over ranks
@@ -325,7 +326,7 @@ class ShownGradients:
     """``param.grad`` as a view of the unit's reduced gradient, where every rank has all of it (stage 0).
 
     [Note: shown gradients] The shown gradients are the ones that the step uses: the mean over ranks, multiplied by the loss scale. If a
-    script writes to them in place, this rank's step uses the result, and a gradient set to None is treated as zero. One that got other
+    script writes to them in place, this rank's step uses the result, and a gradient set to None counts as none. One that got other
     memory (``param.grad.data = value``, as Grokfast writes) is copied back. Autograd must never add to them, so they are hidden before the
     next backward, which the forward before it announces in time. They are not shown if they are on another device than the parameter, nor
     if a step has begun on a copy.
@@ -399,7 +400,7 @@ class ShownGradients:
             )
 
     def drop_removed(self, params: Iterable[torch.Tensor] | None = None) -> None:
-        """Zero the reduced gradients of parameters whose shown gradient a script has set to None, and copy back those that got other
+        """Discard the reduced gradients of parameters whose shown gradient a script has set to None, and copy back those that got other
         memory; ``params`` limits the check. Local.
         """
         self.reads.fold()
@@ -407,12 +408,20 @@ class ShownGradients:
             return
         shown = list(self._views.values()) if params is None else [self._views[id(param)] for param in params if id(param) in self._views]
         grads = gradients_of(param for param, _, _ in shown)
-        for (_, view, place), grad, moved in zip(shown, grads, _moved(shown), strict=True):
+        for (param, view, place), grad, moved in zip(shown, grads, _moved(shown), strict=True):
             if grad is None:
                 place.zero_()
+                self._forget(param)
             elif moved and grad is view:
                 place.copy_(view.detach().reshape(place.shape))
                 view.data = place
+
+    def _forget(self, param: torch.Tensor) -> None:
+        """Note that ``param`` has no gradient any more, so that the step skips it if no rank has one; local."""
+        unit, index = find_unit(param) or (None, 0)
+        for entry in self._gradients:
+            if entry.unit is unit:
+                entry.collected.used[index] = False
 
     def begin_read(self, params: Iterable[torch.Tensor] | None = None) -> None:
         """Bring the waiting gradients up to date for a reader or a writer; ``params`` as for ``drop_removed``. Local."""

@@ -15,8 +15,8 @@ Each step begins by finding the parameters to train (``core/step/trained_set.py`
 has written (``core/step/written.py``, ``core/units/values.py adopt_writes``). ``core/step/trained_set.py`` stops and resumes the training
 of parameters, and adds new ones, which get units from ``assembly/units.py``. Page for users: docs/parameters.md.
 
-A parameter that no rank used in a step has a zero gradient: moments decay, weight decay applies and Adam counts the step, while plain
-PyTorch does not update it (``core/step/unused.py`` warns of it). One that requires no gradient is not updated here either.
+A parameter without a gradient on any rank is not updated, as in plain PyTorch; where the engine cannot leave it out, its gradient is zero
+(``core/step/unused.py`` warns of it). One that requires no gradient is not updated either.
 With ``ignore_unused_parameters: false`` a parameter that any rank did not use is an error on all ranks.
 
 ``loss.backward()`` without the engine is a micro-step too ([Note: a backward the user starts]): the first hook that runs notices it.

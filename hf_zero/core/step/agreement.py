@@ -235,22 +235,33 @@ class SharedFact:
     refuse: Callable[[Collectives], NoReturn]
 
 
+# How gradients change the set of parameters that are updated, in rising order; 0 is not at all:
+MISSES = 1  # a parameter that was updated in the last step, and may rest, has no gradient
+RESTED = 2  # a parameter that rested in the last step has one
+JOINS = 3  # a parameter that is in no trained unit has one
+
+
 class Agreed(NamedTuple):
     """Result of a boundary's vote, the same on all ranks.
 
     Attributes:
         written: Whether a script has written gradients on any rank.
         signal: Number of a signal that asks a rank to end (the highest of several); 0 if no rank has received one.
-        waits: Whether a parameter that the last step has not trained has a gradient on any rank.
+        news: The largest of ``MISSES``, ``RESTED`` and ``JOINS`` that applies on any rank; 0 without.
         changed: Whether the norm of the gradients must be taken anew, because no rank has taken it or some gradient has changed since.
         reads: Whether a rank must know that the norm is finite before it launches the update.
     """
 
     written: bool
     signal: int
-    waits: bool
+    news: int
     changed: bool
     reads: bool
+
+    @property
+    def waits(self) -> bool:
+        """Return whether a parameter that the last step has not updated has a gradient on any rank."""
+        return self.news >= RESTED
 
 
 def agree(collectives: Collectives, facts: Sequence[SharedFact], anywhere: Sequence[int] = ()) -> list[int]:

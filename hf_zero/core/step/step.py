@@ -16,7 +16,7 @@ from hf_zero.core.schedule.gradient_sums import GradientExchange, GradientPolicy
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.stages import StagePolicy
-from hf_zero.core.step.agreement import Agreed, agree, same_call, same_clipping, same_groups, same_micro_steps
+from hf_zero.core.step.agreement import RESTED, Agreed, agree, same_call, same_clipping, same_groups, same_micro_steps
 from hf_zero.core.step.equal_copies import equal_copies
 from hf_zero.core.step.grad_norm import clip_factor, first_non_finite, global_norm, model_axis
 from hf_zero.core.step.precision import LossScaler
@@ -149,6 +149,7 @@ class Stepper:
         self._clips_by: torch.Tensor | None = None  # norm by which the script has clipped the waiting gradients
         self._clipped: torch.Tensor | None = None  # the same once they are clipped: the step clips no more
         optimizer.own.change = self.change_masters
+        trained.skips_unused &= not settings.wants_all  # otherwise such a step raises
         if settings.shows_gradients:
             reducer.shown.reads.wait_for_ranks = WeakMethod(self.wait_for_ranks)
         self._record_norm_facts()
@@ -225,7 +226,7 @@ class Stepper:
         written = _REFUSED if look.refused else _ADDED if self.reducer.added_to else written
         late, draws = [int(not self._can_skip_late())] * self._may_skip_late, self.runtime.draws
         drew = [int(draws.drew)] if draws is not None else []
-        answers = [written, signals.heard(), int(self.trained.waits()), *late, *drew, *look.noted]
+        answers = [written, signals.heard(), self.trained.news(), *late, *drew, *look.noted]
         if self.everyone.world > 1:
             answers = agree(self.everyone, [*alike, same_groups(self.optimizer.inner), same_clipping(self.settings.max_norm)], answers)
         first, last = _ANSWERS + len(late), _ANSWERS + len(late) + len(drew)
@@ -234,7 +235,7 @@ class Stepper:
             draws.require_same(any(answers[first:last]), self.everyone)
         if answers[0] == _ADDED:
             refuse_added(self.reducer, self.everyone)
-        return Agreed(answers[0] >= _WRITTEN, answers[1], bool(answers[2]), answers[0] >= _CHANGED, answers[_ANSWERS:first] != [0])
+        return Agreed(answers[0] >= _WRITTEN, answers[1], answers[2], answers[0] >= _CHANGED, answers[_ANSWERS:first] != [0])
 
     def wait_for_ranks(self, what: str) -> None:
         """Wait for all ranks before a collective operation that the script begins, between backward and step; collective, on the host.
@@ -268,7 +269,7 @@ class Stepper:
         self._measured = None
         if type(self) is Stepper and self.groups is None and self.settings.stage.optimizer_sharded:
             shards = self.reduced()
-            touched = bool(self.reducer.added_to) or have_written(self.reducer) or self.trained.waits()
+            touched = bool(self.reducer.added_to) or have_written(self.reducer) or self.trained.news() >= RESTED
             anywhere: torch.Tensor | None = None
             if self.everyone.world > 1:  # one rank need not wait for the device
                 anywhere = torch.tensor([float(touched)], dtype=torch.float64, device=self.collectives.topology.device)
@@ -313,7 +314,7 @@ class Stepper:
         """Agree on the coming step, and collect all gradients that it uses; collective. A second call finds nothing to do."""
         self.reducer.shown.drop_removed()
         agreed = self.agree()
-        if self.trained.follow(agreed.waits):
+        if self.trained.follow(agreed.news):
             self._record_norm_facts()
         if agreed.written:
             take_written(self.reducer, self.collectives.data, self.everyone)
@@ -344,7 +345,7 @@ class Stepper:
         if self._is_first:
             self._is_first = False
             gradients = [self._gradients[id(unit)] for unit in trained_of(self.optimizer.units)]
-            warn_of_decay(gradients, shards, self.optimizer.param_groups)
+            warn_of_decay(gradients, shards, self.optimizer.param_groups, self.trained.resting)
         groups, self._averaged = self._average(shards), None
         if not groups:
             return StepResult(torch.tensor(math.nan), False, signal=agreed.signal, groups=0)

@@ -66,10 +66,14 @@ class TrainedSet:
     - A parameter that has a gradient for the first time *joins*: it gets a new unit. Its gradient of this step is in ``param.grad``,
       unsharded and of this rank only, and is reduced like the gradients of any unit.
 
-    In both cases the gradient decides: a parameter that was frozen after it had a gradient is updated once more, and one that was unfrozen
+    - A parameter without a gradient on any rank rests in this step, as plain PyTorch skips it (``grad`` is None): a head that the loss does
+      not use, a layer that was dropped, the branch that this batch has not taken. Its unit is still reduced, because the next backward may
+      reach it.
+
+    In all cases the gradient decides: a parameter that was frozen after it had a gradient is updated once more, and one that was unfrozen
     is not updated before any rank has a gradient of it. A script may unfreeze a parameter, run a backward and freeze it again before the
     step, which then finds the set of the last look. So each rank also reports in this vote whether a parameter that rests or is in no
-    trained unit has a gradient.
+    trained unit has a gradient, and whether one that is updated has none; only then the ranks exchange which ones.
 
     Attributes:
         digest: Digest of the names and groups of the trained parameters; it differs between ranks that train different parameters.
@@ -223,27 +227,27 @@ class TrainedSet:
         return [
             index
             for index, (param, slot) in enumerate(slots)
-            if slot.numel and (index in resting or (param is not None and (not self._trains(param) or id(param) in self._frozen)))
+            if slot.numel and (index in resting or (param is not None and (not self.trains(param) or id(param) in self._frozen)))
         ]
 
-    def _trains(self, param: nn.Parameter) -> bool:
+    def trains(self, param: nn.Parameter) -> bool:
         """Return whether ``param`` requires a gradient and was in the model when its parameters were last listed; local."""
         return param.requires_grad and id(param) in self._present
 
     def laid_out(self, resting: Mapping[int, Collection[int]], units: Sequence[Unit]) -> None:
         """Record the parameters for which units and segments are laid out now.
 
-        If a parameter is trained but requires no gradient any more (or has left the model), or rests but requires one again, the next step
-        looks again: the former rests from then on, the latter rests until its first gradient.
+        If a parameter is trained but requires no gradient any more (or has left the model), the next step looks again, and it rests from
+        then on. One that rests but requires a gradient rests until it has one.
 
         Args:
             resting: Positions of the parameters that rest, by id of their unit.
             units: All trained units.
         """
         self._outside = None
-        self._frozen = {id(param) for unit in units for param in unit.params if param is not None and not self._trains(param)}
+        self._frozen = {id(param) for unit in units for param in unit.params if param is not None and not self.trains(param)}
         self.changed = any(
-            param is not None and slot.numel and self._trains(param) is (index in resting.get(id(unit), ()))
+            param is not None and slot.numel and not self.trains(param) and index not in resting.get(id(unit), ())
             for unit in units
             for index, (param, slot) in enumerate(zip(unit.params, unit.layout.slots, strict=True))
         )

@@ -11,10 +11,10 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.schedule.reducer import Reducer
-from hf_zero.core.step.agreement import SharedFact
+from hf_zero.core.step.agreement import JOINS, MISSES, RESTED, SharedFact
 from hf_zero.core.step.trained_set import Joining, TrainedSet
 from hf_zero.core.step.untrained import UntrainedGradients
-from hf_zero.core.units.marks import is_elsewhere, is_packed
+from hf_zero.core.units.marks import has_only_zeros, is_elsewhere, is_packed, stages_of
 from hf_zero.core.units.sharded_parameter import set_gradient
 from hf_zero.core.units.unit import Unit, find_unit
 from hf_zero.errors import StateError
@@ -33,6 +33,8 @@ class TrainedUnits:
     Attributes:
         on_joined: Called with the gradients of new units.
         untrained: Gradients of parameters in no param group.
+        skips_unused: Whether parameters without a gradient on any rank rest in a step; otherwise their gradient is zero.
+        resting: Positions of the parameters that rest, by id of their unit.
 
     Args:
         trained: The set of parameters that the script trains.
@@ -57,7 +59,8 @@ class TrainedUnits:
         self._data, self._everyone = data, everyone
         self.untrained = UntrainedGradients(trained, reducer)
         reducer.outside = ref(self.untrained)
-        self._resting: Mapping[int, frozenset[int]] = {}  # positions of parameters that rest, by id of their unit
+        self.skips_unused = optimizer.adapts
+        self.resting: Mapping[int, frozenset[int]] = {}
 
     @property
     def over_stages(self) -> bool:
@@ -76,11 +79,11 @@ class TrainedUnits:
         return frozenset(id(entry.param) for entry in self._trained.waiting())
 
     def joining(self) -> set[int]:
-        """Return the ids of the parameters that require a gradient and that no update has trained, or that rested; local."""
+        """Return the ids of the parameters that require a gradient and whose gradient no backward has reduced; local."""
         self._trained.look()
         found = {id(entry.param) for entry in self._trained.outside() if entry.param.requires_grad}
         for entry in self._reducer.gradients:
-            rested = (entry.unit.params[index] for index in self._resting.get(id(entry.unit), ()))
+            rested = entry.unit.params if entry.unit.rests else ()
             found.update(id(param) for param in rested if param is not None and param.requires_grad)
         return found
 
@@ -105,7 +108,7 @@ class TrainedUnits:
         """
         self._trained.look()
         own = (entry.name for entry in self._trained.outside() if not is_elsewhere(entry.param) and not is_packed(entry.param))
-        return list(own) if self._optimizer.takes_more else []
+        return list(own) if self._optimizer.adapts else []
 
     def join(self, names: Container[str]) -> None:
         """Make units of the parameters ``names``, a part of ``joinable`` that is equal on all ranks, before they have a gradient: their
@@ -116,7 +119,7 @@ class TrainedUnits:
         together = all(map(self._optimizer.can_rest, self._optimizer.units))  # else units of one parameter each, which rest alone
         for entries in [joining] if together else [[entry] for entry in joining]:
             self._add_units(entries)
-        self._trained.laid_out(self._resting, [entry.unit for entry in self._reducer.gradients])
+        self._trained.laid_out(self.resting, [entry.unit for entry in self._reducer.gradients])
         self._trained.changed = True  # the step looks at the new units, and lets them rest
 
     def forget_waiting(self) -> None:
@@ -125,21 +128,41 @@ class TrainedUnits:
         for entry in self._trained.waiting():
             set_gradient(entry.param, None)
 
-    def waits(self) -> bool:
-        """Return whether a parameter that rests, or is in no trained unit, has a gradient on this rank; local."""
-        rested = (self._has_gradient(entry, index) for entry in self._reducer.gradients for index in self._resting.get(id(entry.unit), ()))
-        return any(rested) or bool(self._trained.waiting())
+    def news(self) -> int:
+        """Return whether gradients on this rank change the set of parameters that are updated: the largest of ``MISSES``, ``RESTED`` and
+        ``JOINS`` that applies, or 0; local.
+        """
+        if self._trained.waiting():
+            return JOINS
+        rested = (self._has_gradient(entry, index) for entry in self._reducer.gradients for index in self.resting.get(id(entry.unit), ()))
+        if any(rested):
+            return RESTED
+        collected = ((entry, entry.collected) for entry in self._reducer.gradients if self.skips_unused)
+        return MISSES if any(self._misses(entry) for entry, found in collected if found.of_experts or not all(found.used)) else 0
+
+    def _misses(self, entry: UnitGradients) -> bool:
+        unit = entry.unit
+        used = [self._has_gradient(entry, index) for index in range(len(unit.params))]
+        if _is_on_several_stages(unit) or (any(used) and not self._optimizer.can_rest(unit)):
+            return False
+        resting = self.resting.get(id(unit), ())
+        return any(
+            not (used[index] or index in resting) and slot.numel and param is not None and self._trained.trains(param)
+            for index, (param, slot) in enumerate(zip(unit.params, unit.layout.slots, strict=True))
+        )
 
     def _has_gradient(self, entry: UnitGradients, index: int) -> bool:
         """Return whether a parameter has a gradient on this rank, from a backward or written by the script; local."""
         param = entry.unit.params[index]
-        return entry.collected.used[index] or (param is not None and self._reducer.shown.is_written(param))
+        if param is None:
+            return entry.collected.used[index]
+        return (entry.collected.used[index] and not has_only_zeros(param)) or self._reducer.shown.is_written(param)
 
-    def follow(self, waits: bool) -> bool:
+    def follow(self, news: int) -> bool:
         """Lay out units and segments for the parameters that are trained now; collective.
 
         Args:
-            waits: Whether a parameter that is not trained at present, or is in no trained unit, has a gradient on any rank.
+            news: The largest ``news`` of all ranks.
 
         Returns:
             Whether units or segments may have changed.
@@ -147,23 +170,66 @@ class TrainedUnits:
         Raises:
             StateError: On all ranks, if a parameter cannot join or rest.
         """
-        if not (self._trained.changed or waits):
+        if not (self._trained.changed or news):
             return False
         self._trained.require_own()
         entries = list(self._reducer.gradients)
-        joining = self._trained.agree_on_joining(self._everyone) if waits else []
-        idle = [(entry, self._trained.idle(entry.unit, self._resting.get(id(entry.unit), ()))) for entry in entries]
-        used = [self._has_gradient(entry, index) for entry, indices in idle for index in indices]
-        anywhere = iter(self._data.any_of(used, "frozen parameters") if used else ())
-        resting = {id(entry.unit): frozenset(index for index in indices if not next(anywhere)) for entry, indices in idle}
-        for entry in entries:
-            self._require_divisible(entry.unit, resting[id(entry.unit)])
+        joining = self._trained.agree_on_joining(self._everyone) if news == JOINS else []
+        resting = self._without_gradient(entries, news > 0 and self.skips_unused)
+        self._optimizer.cut_segments |= news > 0  # also on ranks whose experts, or layers, all have gradients
+        differs, still = self._compare(entries, resting)
+        if not (differs or joining or self._trained.changed):
+            return False  # other ranks have the gradients that some ranks miss
         rested = [entry for entry in entries if entry.unit.rests]
-        self._optimizer.rest(resting)
-        self._resting = resting
-        self._take_in(joining, rested)
+        self._optimizer.rest(resting, still)
+        self.resting = resting
+        if joining or still != {id(entry.unit) for entry in rested}:
+            self._take_in(joining, rested)
         self._trained.laid_out(resting, [entry.unit for entry in self._reducer.gradients])
         return True
+
+    def _without_gradient(self, entries: Sequence[UnitGradients], unused: bool) -> dict[int, frozenset[int]]:
+        """Return the positions of the parameters that must rest, because no rank that holds them has a gradient of them, by id of their
+        unit; collective.
+
+        Args:
+            entries: Gradients of all units.
+            unused: Ask for all parameters, not only for frozen ones and those that rest already.
+        """
+        resting = {}
+        for experts in (False, True):  # ranks hold different experts
+            asked = [(entry, self._asked(entry.unit, unused)) for entry in entries if entry.collected.of_experts is experts]
+            used = [self._has_gradient(entry, index) for entry, indices in asked for index in indices]
+            network = asked[0][0].unit.collectives if experts and asked else self._data
+            anywhere = iter(network.any_of(used, "parameters without gradient") if used else ())
+            for entry, indices in asked:
+                found = frozenset(index for index in indices if not next(anywhere))
+                if found := self._divisible(entry.unit, found):
+                    resting[id(entry.unit)] = found
+        return resting
+
+    def _compare(self, entries: Sequence[UnitGradients], resting: Mapping[int, frozenset[int]]) -> tuple[bool, set[int]]:
+        """Return whether other parameters rest than in the last step on any rank, and the ids of the units that are still, the same on all
+        ranks; collective if ranks have different experts.
+        """
+        still = {id(entry.unit) for entry in entries if self._is_still(entry.unit, resting.get(id(entry.unit), ()))}
+        experts = [id(entry.unit) for entry in entries if entry.collected.of_experts]
+        if not experts:
+            return resting != self.resting, still
+        votes = self._data.any_of([resting != self.resting, *(unit not in still for unit in experts)], "experts without gradient")
+        return votes[0], still.difference(unit for unit, moves in zip(experts, votes[1:], strict=True) if moves)
+
+    def _asked(self, unit: Unit, unused: bool) -> list[int]:
+        if unused and not _is_on_several_stages(unit):
+            return [index for index, slot in enumerate(unit.layout.slots) if slot.numel]
+        return self._trained.idle(unit, self.resting.get(id(unit), ()))
+
+    def _is_still(self, unit: Unit, resting: Collection[int]) -> bool:
+        """Return whether no step reduces ``unit`` before a gradient waits: all of its parameters rest, and a script has frozen them."""
+        if len(resting) != _count(unit):
+            return False
+        slots = zip(unit.params, unit.layout.slots, strict=True)
+        return unit.rests or not any(param is not None and slot.numel and self._trained.trains(param) for param, slot in slots)
 
     def _take_in(self, joining: Sequence[Joining], rested: Sequence[UnitGradients]) -> None:
         """Make units of the parameters in ``joining``, and reduce the gradients of these parameters and of units in ``rested``, which were
@@ -184,11 +250,29 @@ class TrainedUnits:
         self._reducer.train(self._reducer.gradients)
         return joined
 
-    def _require_divisible(self, unit: Unit, resting: Collection[int]) -> None:
-        whole = len(resting) in (0, sum(bool(slot.numel) for slot in unit.layout.slots))
-        if not (whole or self._optimizer.can_rest(unit)):
+    def _divisible(self, unit: Unit, resting: frozenset[int]) -> frozenset[int]:
+        """Return the positions of ``resting`` that can rest: in a unit that is updated as a whole, all parameters or none.
+
+        Raises:
+            StateError: Some parameters of such a unit are frozen.
+        """
+        if len(resting) in (0, _count(unit)) or self._optimizer.can_rest(unit):
+            return resting
+        frozen = [index for index in sorted(resting) if (param := unit.params[index]) is None or not self._trained.trains(param)]
+        if frozen:
             raise StateError(
-                f"{', '.join(names_of(unit, sorted(resting))[:5])}: frozen after initialize(), or removed, while others of "
+                f"{', '.join(names_of(unit, frozen)[:5])}: frozen after initialize(), or removed, while others of "
                 f"{unit.name} still train; their optimizer states share one file (offload_optimizer.device: nvme). Freeze all of "
                 f"{unit.name}, freeze or replace modules before initialize(), or offload to cpu"
             )
+        return frozenset()
+
+
+def _count(unit: Unit) -> int:
+    """Return the number of parameters of ``unit`` that have elements."""
+    return sum(bool(slot.numel) for slot in unit.layout.slots)
+
+
+def _is_on_several_stages(unit: Unit) -> bool:
+    """Return whether several stages of a pipeline hold the parameters of ``unit`` (tied weights), and update their copies alike."""
+    return any(param is not None and stages_of(param) for param in unit.params)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,11 +35,16 @@ def require_all(gradients: Iterable[UnitGradients], data: Collectives, model: Co
         raise StateError(
             f"{', '.join(names)}: no gradient in this step on rank(s) {', '.join(map(str, ranks))} of {len(by_rank)}, and "
             "zero_optimization.ignore_unused_parameters is false. Let the loss depend on them, freeze them before initialize(), or "
-            "set the key to true: they count as zero then"
+            "set the key to true: a parameter without a gradient on any rank is then left as it is"
         )
 
 
-def warn_of_decay(gradients: Iterable[UnitGradients], shards: Iterable[torch.Tensor], groups: Sequence[Mapping[str, Any]]) -> None:
+def warn_of_decay(
+    gradients: Iterable[UnitGradients],
+    shards: Iterable[torch.Tensor],
+    groups: Sequence[Mapping[str, Any]],
+    resting: Mapping[int, Collection[int]],
+) -> None:
     """Warn of parameters that get weight decay though they had no gradient since the last step, as far as this rank can tell; local.
 
     A gradient from another rank shows in this rank's part of the sum, if this rank has a part of the parameter.
@@ -48,6 +53,7 @@ def warn_of_decay(gradients: Iterable[UnitGradients], shards: Iterable[torch.Ten
         gradients: Gradients of the trained units.
         shards: Their reduced gradients, 1D each, in the same order.
         groups: Param groups of the optimizer.
+        resting: Positions of the parameters that are not updated, by id of their unit.
     """
     names = []
     for entry, shard in zip(gradients, shards, strict=True):
@@ -55,12 +61,15 @@ def warn_of_decay(gradients: Iterable[UnitGradients], shards: Iterable[torch.Ten
             return  # a plan's tensors have no values
         unused = set(entry.collected.unused())
         for index, slot in enumerate(entry.unit.layout.slots if unused else ()):
+            if index in resting.get(id(entry.unit), ()):
+                continue
             if slot.name in unused and groups[slot.group].get("weight_decay") and not entry.unit.shard_part(index, shard).any():
                 names.append(slot.name)
     if names:
         shown = ", ".join([*names[:3], *["..."] * bool(names[3:])])
         warn_once(
             f"{len(names)} parameter(s) had no gradient on this rank in the first step ({shown}). "
-            "Their weight decay applies even if no rank has a gradient of them; plain PyTorch does not update a parameter without a "
-            "gradient. Freeze those that the loss never uses: requires_grad_(False)"
+            "Their weight decay applies even if no rank has a gradient of them: with OneBitAdam, with replica groups, for weights that "
+            "several stages of a pipeline hold, and if their optimizer states share a file with those of others (offload to nvme), the "
+            "engine cannot skip them as plain PyTorch does. Freeze parameters that the loss never uses: requires_grad_(False)"
         )

@@ -22,6 +22,7 @@ _PACKED = "_hf_zero_packed"
 OUTER = "_hf_zero_outer"
 _FLOAT8 = "_hf_zero_float8"
 _TP_SHARD = "_hf_zero_tp_shard"
+_CALLED = "_hf_zero_called"
 _STAGES = "_hf_zero_stages"  # attribute of a parameter that is complete on several stages
 _WHOLE_READER = "_hf_zero_whole_reader"  # attribute of a module
 
@@ -53,6 +54,23 @@ def float8_type(param: torch.Tensor) -> torch.dtype | None:
     """Return the float8 dtype that ``param`` was marked with; None without."""
     found: torch.dtype | None = getattr(param, _FLOAT8, None)
     return found
+
+
+def note_call(param: torch.Tensor, called: bool) -> None:
+    """Note whether a forward that trains has ``called`` the expert that ``param`` belongs to."""
+    setattr(param, _CALLED, called or getattr(param, _CALLED, False))
+
+
+def forget_calls(param: torch.Tensor) -> None:
+    """Forget the notes about ``param``: a step has ended."""
+    vars(param).pop(_CALLED, None)
+
+
+def has_only_zeros(param: torch.Tensor) -> bool:
+    """Return whether all gradients of ``param`` since the last step are the zeros of an expert that no forward has called, where plain
+    PyTorch has no gradient.
+    """
+    return getattr(param, _CALLED, None) is False
 
 
 def is_wrapped(param: torch.Tensor) -> bool:

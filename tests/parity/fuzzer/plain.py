@@ -64,7 +64,6 @@ class Plain(Side):
         self.masters: dict[str, Tensor] = {}
         self.groups: list[list[str]] = []
         self.optimizer: Any = None
-        self.at_first = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         self._add_group([name for name, _ in self.model.named_parameters()])
         self.sums: dict[str, Tensor] = {}  # of gradients over ranks and micro-steps
         self.gone: dict[str, Tensor] = {}  # of parameters that were removed since their backward
@@ -115,25 +114,16 @@ class Plain(Side):
         model, sums, gone, self.micro = dict(self.model.named_parameters()), self.sums, self.gone, 0
         self.sums, self.gone = {}, {}
         grouped = {name for group in self.groups for name in group}
-        # [Note: choices of a step] A parameter without a gradient is left alone in PyTorch, where the package documents a gradient of zero;
-        # what was added to the model and no optimizer may join the first group. A gradient counts whatever was frozen behind its backward;
-        # that of a parameter which is no longer in the model is in the norm of what an optimizer has, and not in that of the model.
-        idle = [name for name in grouped & model.keys() if name not in sums and model[name].requires_grad]
-        fresh = [name for name in idle if self.masters[name] not in self.optimizer.state]  # those wait for their first gradient
-        idle = [name for name in idle if name not in fresh]
-        later = [name for name in fresh if name not in self.at_first]
-        fresh = [name for name in fresh if name in self.at_first]  # cleared before their first step
+        # [Note: choices of a step] A parameter that was added to the model and to no optimizer may join the first group. A gradient counts
+        # even if the parameter is frozen after its backward; that of a parameter that is no longer in the model is in the norm of the
+        # gradients of an optimizer, and not in that of the model.
         bare = [name for name in model if name not in grouped and model[name].requires_grad]
         before, self.bare = self.state(), {name: sums[name] for name in bare if name in sums}
-        for choice in itertools.product(*[(False, True) if names else (False,) for names in (idle, fresh, later, bare, gone)]):
+        for joins, counts in itertools.product(*[(False, True) if names else (False,) for names in (bare, gone)]):
             self.restore(before)
-            used = dict(sums)
-            for names, chosen in zip((idle, fresh, later), choice[:3], strict=True):
-                used.update({name: torch.zeros_like(self.masters[name]) for name in names if chosen})
-            if choice[3]:
+            if joins:
                 self._join(bare)
-                used.update({name: torch.zeros_like(self.masters[name]) for name in bare if name not in used})
-            self._update(used, gone if choice[4] else {})
+            self._update(dict(sums), gone if counts else {})
             self.candidates.append(self.state())
         return {}
 
