@@ -228,7 +228,7 @@ def write_comparison(args: argparse.Namespace, rows: Sequence[Comparison]) -> No
     name = args.script.stem.removeprefix("run_").removesuffix("_no_trainer")
     title = f"{name}, {facts['parameters']:,} parameters, {facts['ranks']} ranks, {facts['device']}, {facts['precision']}"
     draw_bars(folder / "comparison.png", title, comparison_panels(rows))
-    console.print(f"Table: {folder / 'comparison.md'}; drawing: {folder / 'comparison.png'}")
+    console.print(f"Table: {folder / 'comparison.md'}; drawing: {folder / 'comparison.png'}", soft_wrap=True)
 
 
 def comparison_cells(args: argparse.Namespace, rows: Sequence[Comparison]) -> tuple[list[str], list[list[str]]]:

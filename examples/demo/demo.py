@@ -295,7 +295,7 @@ def show(folder: Path, curves: dict[str, Curve], text: str, steps: int, seconds:
     console.print(f"Resumed: from step {steps // 2}, from a checkpoint that {RANKS} ranks wrote.", style="dim")
     console.print(f"\nThe model that stage 3 saved, reloaded, continues [bold]{' '.join(PROMPT)}[/bold]:\n")
     console.print(text, style="green", highlight=False)
-    console.print(f"\nPicture: {folder / 'demo.png'}\nModel:   {folder / 'model'}\n{seconds:.0f} seconds")
+    console.print(f"\nPicture: {folder / 'demo.png'}\nModel:   {folder / 'model'}\n{seconds:.0f} seconds", soft_wrap=True)
 
 
 def main() -> None:
