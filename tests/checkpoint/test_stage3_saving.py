@@ -165,6 +165,44 @@ def test_models_under_construction_are_guarded_too() -> None:
     ranks.run_ranks(_before_the_engine, 2)
 
 
+class _InPlaceOfLinear(nn.Linear):
+    """A layer that takes the hooks and parameters of the layer whose place it takes, as those of the library adapters."""
+
+    @staticmethod
+    def of(layer: nn.Linear) -> _InPlaceOfLinear:
+        made = _InPlaceOfLinear(layer.in_features, layer.out_features, device="meta")
+        made.weight, made.bias = layer.weight, layer.bias
+        for name, value in vars(layer).items():
+            if "_hooks" in name:
+                setattr(made, name, value)
+        return made
+
+
+def _replaced_layers() -> None:
+    import hf_zero
+    from hf_zero.errors import StateError
+
+    with hf_zero.zero.Init():
+        model = nn.Sequential(nn.Linear(4, 4))
+    model[0] = _InPlaceOfLinear.of(model[0])
+    gc.collect()  # the first layer is garbage
+    state = model.state_dict()
+    assert model.load_state_dict(state).missing_keys == []
+    with pytest.raises(StateError, match=r"parameter 0.weight is divided over the ranks now"):
+        model.load_state_dict({name: torch.zeros(value.shape) for name, value in state.items()})
+    with hf_zero.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+        model.load_state_dict({name: torch.ones(value.shape) for name, value in state.items()})
+    with hf_zero.zero.GatheredParameters(list(model.parameters())):
+        copied = copy.deepcopy(model)
+        assert all(bool((value == 1).all()) for value in model.state_dict().values())
+    copied.load_state_dict({name: torch.zeros(value.shape) for name, value in state.items()})
+    assert not any(bool(value.any()) for value in copied.state_dict().values())
+
+
+def test_a_layer_takes_the_hooks_of_another_one() -> None:
+    ranks.run_ranks(_replaced_layers, 2)
+
+
 def _readers() -> None:
     """What scripts do with a state dict besides writing it."""
     from hf_zero.errors import StateError

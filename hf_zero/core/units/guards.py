@@ -176,7 +176,7 @@ def guard_state_dict(module: nn.Module) -> None:
     """Make ``state_dict()`` and ``load_state_dict()`` of the module use placeholders for its own sharded parameters."""
     if _put_placeholders not in module._state_dict_hooks.values():
         module.register_state_dict_post_hook(_put_placeholders)
-        module.register_load_state_dict_pre_hook(_keep_sharded)
+        module._register_load_state_dict_pre_hook(_KeepSharded(module._parameters))
 
 
 def _is_apart(param: nn.Parameter) -> bool:
@@ -206,34 +206,49 @@ def _put_placeholders_of_scales(param: nn.Parameter, name: str, state: dict[str,
             state[key] = UnsavedTensor.of(key, slot.shape, entry.dtype, entry.device)
 
 
-def _keep_sharded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Keep a sharded parameter unchanged when its own placeholder is loaded into it, and one of another pipeline stage when its values are.
+class _KeepSharded:
+    """Hook before ``load_state_dict``: keep a sharded parameter unchanged when its own placeholder is loaded into it.
 
-    Raises:
-        StateError: The placeholder belongs to another parameter, or to a copy; or values are loaded into a parameter that is sharded now.
+    The hook reads the module's dict of parameters, which a deep copy copies with it, and not the module: the layers of adapters take the
+    hooks and parameters of a layer whose place they take, and torch's own hooks refuse to run after their module is garbage.
+
+    Args:
+        parameters: The module's own parameters by name.
     """
-    for leaf, param in module._parameters.items():
-        entry = state.get(name := f"{prefix}{leaf}")
-        if (
-            param is not None
-            and isinstance(entry, torch.Tensor)
-            and entry.numel()
-            and is_sharded(param)
-            and not isinstance(entry, Valueless)
-        ):
-            raise StateError(
-                f"load_state_dict(): parameter {name} is divided over the ranks now (ZeRO stage 3), so this rank has no full tensor "
-                "to load into. Load inside `with hf_zero.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):` on "
-                "rank 0, or use engine.load_checkpoint(), or from_pretrained()"
-            )
-        if param is not None and is_elsewhere(param) and isinstance(entry, torch.Tensor) and entry.shape == whole_shape(param):
-            state[name] = param  # the stages that hold it load the values
-            warn_once(
-                "load_state_dict() of the whole model into a pipeline: each stage loads only its own layers, so every rank must "
-                "call it with the same values; a rank that loads alone changes its own stage only"
-            )
-        if param is None or not isinstance(entry, Valueless):
-            continue
-        if entry.source is not param or not _is_apart(param):
-            raise refusal(entry.parameter, f"a state dict without its values was loaded into {name}")
-        state[name] = param
+
+    def __init__(self, parameters: dict[str, nn.Parameter | None]) -> None:
+        self._parameters = parameters
+
+    def __call__(self, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Put parameters in the place of their placeholders in ``state``.
+
+        Values of a parameter of another pipeline stage are replaced too.
+
+        Raises:
+            StateError: The placeholder belongs to another parameter, or to a copy; or a value is loaded into a sharded parameter.
+        """
+        for leaf, param in self._parameters.items():
+            entry = state.get(name := f"{prefix}{leaf}")
+            if (
+                param is not None
+                and isinstance(entry, torch.Tensor)
+                and entry.numel()
+                and is_sharded(param)
+                and not isinstance(entry, Valueless)
+            ):
+                raise StateError(
+                    f"load_state_dict(): parameter {name} is divided over the ranks now (ZeRO stage 3), so this rank has no full tensor "
+                    "to load into. Load inside `with hf_zero.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):` on "
+                    "rank 0, or use engine.load_checkpoint(), or from_pretrained()"
+                )
+            if param is not None and is_elsewhere(param) and isinstance(entry, torch.Tensor) and entry.shape == whole_shape(param):
+                state[name] = param  # the stages that hold it load the values
+                warn_once(
+                    "load_state_dict() of the whole model into a pipeline: each stage loads only its own layers, so every rank must "
+                    "call it with the same values; a rank that loads alone changes its own stage only"
+                )
+            if param is None or not isinstance(entry, Valueless):
+                continue
+            if entry.source is not param or not _is_apart(param):
+                raise refusal(entry.parameter, f"a state dict without its values was loaded into {name}")
+            state[name] = param
