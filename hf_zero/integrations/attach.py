@@ -14,10 +14,12 @@ from hf_zero.assembly import mesh
 from hf_zero.config.read import read_config
 from hf_zero.core import engine
 from hf_zero.core.engine import Engine
+from hf_zero.core.units import guards
 from hf_zero.deepspeed import held_weights
 from hf_zero.deepspeed.initialize import initialize
 from hf_zero.expert_parallel import apply
 from hf_zero.integrations import callers, methods
+from hf_zero.integrations.expert_saves import gathered_value
 from hf_zero.integrations.experts import dispatch_in_table
 from hf_zero.integrations.metrics import count_samples_once
 from hf_zero.integrations.parallelism import claims_of_accelerate, require_divided
@@ -118,5 +120,6 @@ engine.on_destroy.append(restore_plain_model)
 engine.reasons_to_wait.append(keeps_too_few)
 engine.rewound_with_engine.append(schedulers_of)
 held_weights.wanted_here.append(writes_on_its_node)
+guards.gathered_values.append(gathered_value)
 mesh.sources.append(claims_of_accelerate)
 apply.tables.append(dispatch_in_table)

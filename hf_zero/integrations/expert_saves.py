@@ -1,8 +1,9 @@
 """Provide unsharded weights when a model is saved: divided over ranks, of another stage than the last one, or by a trainer's own ``_save``.
 
 [Note: a trainer's own way of saving] Trainer gathers the weights on all ranks and passes them to ``_save`` on rank 0. The ``_save`` of
-sentence-transformers ignores them and lets each part of the model save itself, but no rank can gather at that point. So the gathered
-weights are kept while ``save_model`` runs, and used for a part that is saved without a state dict (``saves.py``).
+sentence-transformers ignores them and lets each part of the model save itself, but no rank can gather at that point; those of
+FlagEmbedding and adapters ask the model for its ``state_dict()``. So the gathered weights are kept while ``save_model`` runs, used for a
+part that is saved without a state dict (``saves.py``), and part of each state dict that is made meanwhile.
 
 This module imports little, because every program that saves with accelerate imports it.
 """
@@ -20,6 +21,7 @@ from hf_zero.integrations import callers, methods
 from hf_zero.observe import warn_once
 
 _GATHERED = "state dict of all ranks"
+_NAMES = "names of parameters"
 
 
 def get_state_dict(method: Callable[..., Any], accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -71,3 +73,13 @@ def gathered_for(module: nn.Module) -> dict[str, Any] | None:
             prefix = f"{name}." if name else ""
             return {key.removeprefix(prefix): value for key, value in whole.items() if key.startswith(prefix)}
     return held_for(module)
+
+
+def gathered_value(param: nn.Parameter) -> Any:
+    """Return the unsharded value of ``param``, if Trainer is saving its model and has gathered it for this rank; else None. Local."""
+    for call in callers.running(methods.SAVE_MODEL)[:1]:
+        whole = call.given.get(_GATHERED)
+        if whole is not None and _NAMES not in call.given:
+            call.given[_NAMES] = {id(value): name for name, value in call.caller.model.named_parameters()}
+        return None if whole is None else whole.get(call.given[_NAMES].get(id(param)))
+    return None

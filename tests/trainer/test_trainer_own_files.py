@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from hf_zero.errors import StateError
 from tests.support import ranks, trainers
 from tests.support.checkpoints import on_node
 
@@ -55,6 +56,41 @@ def _own_files(models: Path, folder: Path, stage: int) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_trainer_that_saves_parts_of_its_model(stage: int, trainer_models: Path, tmp_path: Path) -> None:
     ranks.run_ranks(_own_files, 2, trainer_models, tmp_path, stage)
+
+
+def _own_dicts(models: Path, folder: Path) -> None:
+    """Save copies of the values that the model's and a layer's ``state_dict()`` have, at a checkpoint and at the end."""
+    from safetensors.torch import load_file
+    from transformers import Trainer
+
+    class OwnDicts(Trainer):  # type: ignore[misc]
+        def _save(self, output_dir: str | None = None, state_dict: object = None) -> None:
+            if self.args.should_save:
+                values = {name: value.clone() for name, value in self.model.state_dict().items()}
+                self.model.save_pretrained(output_dir, state_dict=values)
+                torch.save(self.model.transformer.h[0].state_dict(), Path(str(output_dir)) / "layer.bin")
+
+    with trainers.clean_state():
+        args = trainers.arguments(folder, trainers.zero_config(3), max_steps=2, save_strategy="steps", save_steps=1)
+        trainer = OwnDicts(model=trainers.load(models), args=args, train_dataset=trainers.rows(16, 1))
+        trainer.train()  # a file without values would make the second step raise
+        trainer.save_model(str(folder / "out"))
+        torch.distributed.barrier()
+        expected = trainers.weights_of(trainer.model)
+        expected["lm_head.weight"] = expected["transformer.wte.weight"]
+        for name in ("out", "checkpoint-2"):
+            saved, layer = load_file(folder / name / "model.safetensors"), torch.load(folder / name / "layer.bin")
+            assert saved and all(torch.equal(value, expected[key]) for key, value in saved.items())
+            assert layer and all(torch.equal(value, expected[f"transformer.h.0.{key}"]) for key, value in layer.items())
+        first = load_file(folder / "checkpoint-1" / "model.safetensors")
+        assert first.keys() == saved.keys() and not torch.equal(first["transformer.wte.weight"], expected["transformer.wte.weight"])
+        with pytest.raises(StateError, match="state dict has no values"):
+            trainer.model.state_dict()["transformer.wte.weight"].sum()  # outside of a save
+
+
+def test_a_trainer_that_saves_the_state_dict_of_its_model(trainer_models: Path, tmp_path: Path) -> None:
+    """FlagEmbedding and adapters save this way."""
+    ranks.run_ranks(_own_dicts, 2, trainer_models, tmp_path)
 
 
 def _names(folder: Path) -> None:

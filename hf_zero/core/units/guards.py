@@ -19,6 +19,9 @@ from hf_zero.observe import logger, warn_once
 # Attribute of an engine's forward hook: the module that the hook was made for. A deep copy of the module has the same hooks.
 HOOKED_MODULE = "_hf_zero_module"
 
+# Functions of integrations: the unsharded value of a parameter that this rank may save now, None if it has none. Local.
+gathered_values: list[Callable[[nn.Parameter], torch.Tensor | None]] = []
+
 
 def refuse_sharded(module: nn.Module, *_: Any) -> None:
     """Raise if ``module`` has a sharded parameter; the forward pre-hook of modules that belong to no engine.
@@ -173,7 +176,10 @@ def _without_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def guard_state_dict(module: nn.Module) -> None:
-    """Make ``state_dict()`` and ``load_state_dict()`` of the module use placeholders for its own sharded parameters."""
+    """Make ``state_dict()`` and ``load_state_dict()`` of the module use placeholders for its own sharded parameters.
+
+    Where a library has gathered the values for a save (``gathered_values``), ``state_dict()`` has them instead of the placeholders.
+    """
     if _put_placeholders not in module._state_dict_hooks.values():
         module.register_state_dict_post_hook(_put_placeholders)
         module._register_load_state_dict_pre_hook(_KeepSharded(module._parameters))
@@ -188,8 +194,11 @@ def _put_placeholders(module: nn.Module, state: dict[str, Any], prefix: str, _me
     for leaf, param in module._parameters.items():
         entry = state.get(name := f"{prefix}{leaf}")
         if param is not None and isinstance(entry, torch.Tensor) and not isinstance(entry, nn.Parameter) and _is_apart(param):
-            shape = whole_shape(param) if is_expert(param) or is_elsewhere(param) else full_shape(param)
-            state[name] = UnsavedTensor.of(name, shape or full_shape(param), param.dtype, param.device, param)
+            shape = (whole_shape(param) if is_expert(param) or is_elsewhere(param) else None) or full_shape(param)
+            gathered = (value for find in gathered_values if (value := find(param)) is not None and value.shape == shape)
+            state[name] = next(gathered, None)
+            if state[name] is None:
+                state[name] = UnsavedTensor.of(name, shape, param.dtype, param.device, param)
         if param is not None and is_packed(param) and is_sharded(param):
             _put_placeholders_of_scales(param, name, state)
 
