@@ -134,6 +134,16 @@ def test_a_whole_section_may_be_auto(section: str) -> None:
 AUTO_PATHS = [path for path, key in all_keys().items() if not key.is_section and not any(mark in path for mark in ("*", "<", "[]"))]
 
 
+def test_keys_of_fp16_in_bf16_have_no_effect() -> None:
+    """Files that FlagEmbedding and Tevatron ship have the same keys in both sections."""
+    scale = {"loss_scale": 0, "initial_scale_power": 10, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
+    config = TRAINER_CONFIG | {"fp16": {"enabled": "auto", **scale}, "bf16": {"enabled": "auto", **scale}}
+    found, expected = (resolve(one, world_size=2, sources=SOURCES) for one in (config, TRAINER_CONFIG))
+    assert found.config.bf16.enabled and found.config.zero_optimization == expected.config.zero_optimization
+    fates = {row.key: row.fate for row in found.table()}
+    assert {fates[f"bf16.{name}"] for name in scale} == {"accepted"} and fates["bf16.enabled"] == "used"
+
+
 def test_auto_is_accepted_for_every_key() -> None:
     """Whatever a file leaves to "auto" has a value afterwards, or is gone; only keys for which "auto" is a value keep it."""
 

@@ -108,6 +108,11 @@ OTHER_RELEASES = {"compile.enabled", "compile.disable", "compile.backend", "comp
     "trackio",
     "trackio.enabled",
     "trackio.project",
+    "bf16.loss_scale",
+    "bf16.initial_scale_power",
+    "bf16.loss_scale_window",
+    "bf16.hysteresis",
+    "bf16.min_loss_scale",
 }  # of DeepSpeed, not of the one that the list is of
 
 

@@ -147,6 +147,9 @@ class Fp16(Section, switch="enabled"):
     fp16_master_weights_and_grads: Bool = used(False, "Keep master weights and gradients in fp16")
 
 
+_NO_SCALE = "bf16 gradients are not scaled; older releases of DeepSpeed did not read the key"
+
+
 class Bf16(Section, switch="enabled"):
     """`bf16`. bf16 weights without loss scaling; exclusive with fp16 and amp."""
 
@@ -161,6 +164,12 @@ class Bf16(Section, switch="enabled"):
     bf16_optimizer_states: Bool = used(
         False, "Keep moments in bf16; needs bf16_master_weights_and_grads. False beside it keeps them in fp32, and needs offload_optimizer"
     )
+    # Copied from `fp16` in the configuration files of FlagEmbedding, Tevatron and others.
+    loss_scale: NonNegative = accepted(0.0, "Loss scale", _NO_SCALE)
+    initial_scale_power: Size = accepted(16, "Power of two of the first loss scale", _NO_SCALE)
+    loss_scale_window: Size = accepted(1000, "Steps before the loss scale grows", _NO_SCALE)
+    hysteresis: Size = accepted(2, "Overflows before the loss scale drops", _NO_SCALE)
+    min_loss_scale: Size = accepted(1, "Lower bound of the loss scale", _NO_SCALE)
 
 
 class TorchAutocast(Section, switch="enabled"):
