@@ -4,6 +4,7 @@ raises an error that names them.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,8 +160,10 @@ def _plain(case: str, zeros: bool = False) -> dict[str, Tensor]:
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
-def _turns(case: str, stage: int, freezes: bool, folder: str) -> None:
-    """Check the weights after branches took turns, with a save and a load into a new engine on the way."""
+def _turns(case: str, stage: int, freezes: bool, folder: str, by_rank: bool = False) -> None:
+    """Check the weights after branches took turns, with a save and a load into a new engine on the way; ``by_rank``: the states of the
+    optimizer are loaded from its state dict on this rank.
+    """
     kind, name, micro_steps, extra = CASES[case]
     extra = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, **extra}
     if case == "in files":
@@ -174,9 +177,12 @@ def _turns(case: str, stage: int, freezes: bool, folder: str) -> None:
     for step, taken in enumerate(TAKEN):
         if step == len(TAKEN) // 2:
             engine.save_checkpoint(folder)
+            states = copy.deepcopy(engine.optimizer.state_dict())
             engine.destroy()
             engine = begin()
-            engine.load_checkpoint(folder)
+            engine.load_checkpoint(folder, load_optimizer_states=not by_rank)
+            if by_rank:
+                engine.optimizer.load_state_dict(states)
         _choose(engine.module, step, freezes)
         engine.backward(engine(_rows(step, ranks.rank()), taken[ranks.rank()]))
         engine.step()
@@ -198,6 +204,14 @@ def test_branches_that_take_turns_train_as_in_plain_pytorch(case: str, stage: in
 
 def test_branches_whose_states_are_in_files(tmp_path: Path) -> None:
     ranks.run_ranks(_turns, 2, "in files", 3, False, str(tmp_path))
+
+
+@pytest.mark.parametrize("stage", slow_but(STAGES, 1))
+@pytest.mark.parametrize("case", ["adamw", "offloaded"])
+def test_a_state_dict_of_the_optimizer_has_the_parameters_that_were_skipped(case: str, stage: int, tmp_path: Path) -> None:
+    if case == "offloaded" and stage == 0:
+        pytest.skip("stage 0 has no offload")
+    ranks.run_ranks(_turns, 2, case, stage, False, str(tmp_path), True)
 
 
 @pytest.mark.parametrize("stage", slow_but(STAGES, 2))

@@ -13,7 +13,7 @@ from torch import nn
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.optimizer.segments import OwnedSegment, Segments, master_of
 from hf_zero.core.units.alone import whole_from_owners
-from hf_zero.core.units.layout import ParamSlot
+from hf_zero.core.units.layout import ParamSlot, Range
 from hf_zero.core.units.marks import is_wrapped
 from hf_zero.core.units.parts import part_of, voters_of, whole_of
 from hf_zero.core.units.unit import Unit
@@ -102,7 +102,11 @@ class SegmentStates:
 
     def parts(self) -> str:
         """Return a short text, see ``ParamStates``."""
-        return _short([(segment.unit.name, segment.group, segment.unit.owned.start, str(segment.range)) for segment in self._segments])
+        extents: dict[tuple[str, int, int], Range] = {}  # without cuts, which differ from step to step
+        for segment in self._segments:
+            key = (segment.unit.name, segment.group, segment.unit.owned.start)
+            extents[key] = Range(extents.get(key, segment.range).start, segment.range.stop)
+        return _short([(*key, str(extent)) for key, extent in extents.items()])
 
     def _parts(self, unit: Unit, index: int, key: str) -> list[tuple[OwnedSegment, torch.Tensor]] | None:
         """Return the segments with elements of the parameter, each with its state; None if any has no state, for example before the first

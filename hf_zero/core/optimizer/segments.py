@@ -188,6 +188,11 @@ class Segments(list[OwnedSegment]):
         return [segment for segment in self.of(unit) if not segment.rests]
 
     @property
+    def starts(self) -> list[tuple[str, int, int]]:
+        """Return unit, param group and first element of each segment, in order."""
+        return [(segment.unit.name, segment.group, segment.range.start) for segment in self]
+
+    @property
     def trained(self) -> list[OwnedSegment]:
         """Return the segments that are updated now."""
         return [segment for segment in self if not segment.rests]

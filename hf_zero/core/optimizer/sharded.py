@@ -37,6 +37,7 @@ class RankMemory(Protocol):
 
 
 _PARTS = "hf_zero_parts"  # key of a state_dict: the parts of parameters that it is of
+_STARTS = "hf_zero_starts"  # key of a state_dict: unit, param group and first element of each segment
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -80,6 +81,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.state_store = state_store or StateStore()
         self.memory: RankMemory | None = None
         self.cut_segments = False
+        self._excluded: Mapping[int, Collection[int]] = {}  # positions of parameters that are not updated, by id of their unit
         self.overflow = False
         self.norm: torch.Tensor | None = None
         self._step: Callable[[], None] | None = None
@@ -127,6 +129,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             still: Ids of the units that no step reduces or updates, because all of their parameters rest.
         """
         self.state_store.settle()
+        self._excluded = resting
         self._replace(piece for segment in self.segments for piece in segment.divide(resting.get(id(segment.unit), ())))
         self.cut_segments |= any(resting.values())
         for unit in self.units:
@@ -268,7 +271,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Return this rank's part of the state. To save a run use ``save_checkpoint``, which any number of ranks can read."""
         for before in (*self._optimizer_state_dict_pre_hooks.values(),):
             before(self)
-        state = {**self._own_state_dict(), _PARTS: self.param_states.parts()}
+        state = {**self._own_state_dict(), _PARTS: self.param_states.parts(), _STARTS: self.segments.starts}
         for after in (*self._optimizer_state_dict_post_hooks.values(),):
             changed = after(self, state)
             state = state if changed is None else changed
@@ -289,7 +292,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             changed = before(self, state)
             state = state if changed is None else changed
         if not _load_if_plain(self, state):
-            self._load_own_state_dict({name: value for name, value in state.items() if name != _PARTS})
+            starts = state.get(_STARTS, self.segments.starts)
+            if starts != self.segments.starts:
+                _cut_anew(self, starts)
+            self._load_own_state_dict({name: value for name, value in state.items() if name not in (_PARTS, _STARTS)})
+            if self.segments:
+                self._replace(piece for segment in self.segments for piece in segment.divide(self._excluded.get(id(segment.unit), ())))
         for after in (*self._optimizer_load_state_dict_post_hooks.values(),):
             after(self)
 
@@ -434,3 +442,16 @@ def _load_if_plain(optimizer: ShardedOptimizer, state: Mapping[str, Any]) -> boo
             "it into an optimizer of the same kind with the same param groups"
         )
     return True
+
+
+def _cut_anew(optimizer: ShardedOptimizer, starts: Collection[tuple[str, int, int]]) -> None:
+    """Lay out segments that begin at ``starts``, see ``Segments.starts``, and have no states; local."""
+    optimizer.state_store.settle()
+    optimizer.inner.state.clear()
+    optimizer._replace(lay_out(optimizer.inner, optimizer.units, optimizer.state_store.ranges))
+    cuts: dict[int, list[int]] = {}
+    for segment in optimizer.segments:
+        own = (first for unit, group, first in starts if (unit, group) == (segment.unit.name, segment.group))
+        inside = (first for first in own if segment.range.start < first < segment.range.stop)
+        cuts[id(segment.tensor)] = [first - segment.range.start for first in inside]
+    optimizer.cut(cuts)
