@@ -229,8 +229,9 @@ def concatenated_reference(case: ModelCase, run: Run, world: int, rows: int = 2)
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype, kept: Sequence[str] = ()) -> nn.Module:
-    """Cast parameters in place, except those whose names have one of ``kept``, or are on the model's own fp32 list; buffers stay."""
-    kept = [*kept, *(getattr(model, "_keep_in_fp32_modules", None) or ())] if dtype == torch.float16 else kept
+    """Cast parameters in place, except those whose names have one of ``kept``, or are on the model's own fp32 lists; buffers stay."""
+    for listed in ("_keep_in_fp32_modules_strict", *["_keep_in_fp32_modules"] * (dtype == torch.float16)):
+        kept = [*kept, *(getattr(model, listed, None) or ())]
     for name, parameter in model.named_parameters():
         if any(part in name for part in kept):
             continue
