@@ -47,7 +47,7 @@ class OneBitSharded(ShardedOptimizer):
                     "bf16_master_weights_and_grads and fp16_master_weights_and_grads at false"
                 )
 
-    def rest(self, resting: Mapping[int, Collection[int]], still: Collection[int]) -> None:
+    def rest(self, resting: Mapping[int, Collection[int]], unreduced: Collection[int]) -> None:
         """Refuse to leave parameters out of updates: codes and errors are laid out for all parameters.
 
         Raises:

@@ -90,7 +90,7 @@ def scalars(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
 
 
 def merge_scalars(by_rank: Sequence[Sequence[dict[str, Any]]]) -> tuple[ScalarRecord, ...]:
-    """Return one record per unit and group, from all ranks.
+    """Return one record per unit and group, or per parameter where these differ, from all ranks.
 
     Raises:
         CheckpointError: Ranks have different numbers for one parameter, so the optimizer's state depends on how a unit is divided.
@@ -112,9 +112,10 @@ def merge_scalars(by_rank: Sequence[Sequence[dict[str, Any]]]) -> tuple[ScalarRe
     records = []
     for (unit, group), values in merged.items():
         first = next(iter(values.values()))
-        alike = all(value == first for value in values.values())
-        names = [(unit, first)] * (first is not None) if alike else [entry for entry in values.items() if not has_left(entry[0])]
-        records += [ScalarRecord(name, group, value) for name, value in names]
+        if any(value != first for value in values.values()):
+            records += [ScalarRecord(name, group, value) for name, value in values.items() if not has_left(name)]
+        elif first is not None:
+            records.append(ScalarRecord(unit, group, first))
     return tuple(records)
 
 

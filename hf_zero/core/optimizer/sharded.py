@@ -121,19 +121,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Return whether single parameters of ``unit`` can be frozen while others are trained."""
         return self.state_store.divides(unit)
 
-    def rest(self, resting: Mapping[int, Collection[int]], still: Collection[int]) -> None:
+    def rest(self, resting: Mapping[int, Collection[int]], unreduced: Collection[int]) -> None:
         """Exclude parameters from updates, and train all others; local.
 
         Args:
             resting: Positions of the parameters, by id of their unit.
-            still: Ids of the units that no step reduces or updates, because all of their parameters rest.
+            unreduced: Ids of the units that no step reduces or updates, because all of their parameters rest.
         """
         self.state_store.settle()
         self._excluded = resting
         self._replace(piece for segment in self.segments for piece in segment.divide(resting.get(id(segment.unit), ())))
         self.cut_segments |= any(resting.values())
         for unit in self.units:
-            unit.rests = id(unit) in still
+            unit.rests = id(unit) in unreduced
 
     def cut(self, starts: Mapping[int, Iterable[int]]) -> None:
         """Cut segments at element positions inside them (``starts``: positions by id of the segment's tensor), so that each part counts its

@@ -125,9 +125,9 @@ class WholeTensorOptimizer(ShardedOptimizer):
         """Return True, because each parameter is updated by itself."""
         return True
 
-    def rest(self, resting: Mapping[int, Collection[int]], still: Collection[int]) -> None:
+    def rest(self, resting: Mapping[int, Collection[int]], unreduced: Collection[int]) -> None:
         """Exclude parameters from updates; see ``ShardedOptimizer.rest``."""
-        super().rest(resting, still)
+        super().rest(resting, unreduced)
         self._resting = {unit.layout.slots[index].name for unit in self.units for index in resting.get(id(unit), ())}
 
     def cut(self, starts: Mapping[int, Iterable[int]]) -> None:

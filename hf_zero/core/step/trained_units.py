@@ -129,7 +129,7 @@ class TrainedUnits:
             set_gradient(entry.param, None)
 
     def news(self) -> int:
-        """Return whether gradients on this rank change the set of parameters that are updated: the largest of ``MISSES``, ``RESTED`` and
+        """Return how gradients on this rank change the set of parameters that are updated: the largest of ``MISSES``, ``RESTED`` and
         ``JOINS`` that applies, or 0; local.
         """
         if self._trained.waiting():
@@ -141,6 +141,7 @@ class TrainedUnits:
         return MISSES if any(self._misses(entry) for entry, found in collected if found.of_experts or not all(found.used)) else 0
 
     def _misses(self, entry: UnitGradients) -> bool:
+        """Return whether a parameter of the unit is updated at present, may rest, and has no gradient on this rank; local."""
         unit = entry.unit
         used = [self._has_gradient(entry, index) for index in range(len(unit.params))]
         if _is_on_several_stages(unit) or (any(used) and not self._optimizer.can_rest(unit)):
@@ -177,13 +178,13 @@ class TrainedUnits:
         joining = self._trained.agree_on_joining(self._everyone) if news == JOINS else []
         resting = self._without_gradient(entries, news > 0 and self.skips_unused)
         self._optimizer.cut_segments |= news > 0  # also on ranks whose experts, or layers, all have gradients
-        differs, still = self._compare(entries, resting)
+        differs, unreduced = self._compare(entries, resting)
         if not (differs or joining or self._trained.changed):
             return False  # other ranks have the gradients that some ranks miss
         rested = [entry for entry in entries if entry.unit.rests]
-        self._optimizer.rest(resting, still)
+        self._optimizer.rest(resting, unreduced)
         self.resting = resting
-        if joining or still != {id(entry.unit) for entry in rested}:
+        if joining or unreduced != {id(entry.unit) for entry in rested}:
             self._take_in(joining, rested)
         self._trained.laid_out(resting, [entry.unit for entry in self._reducer.gradients])
         return True
@@ -209,22 +210,23 @@ class TrainedUnits:
         return resting
 
     def _compare(self, entries: Sequence[UnitGradients], resting: Mapping[int, frozenset[int]]) -> tuple[bool, set[int]]:
-        """Return whether other parameters rest than in the last step on any rank, and the ids of the units that are still, the same on all
-        ranks; collective if ranks have different experts.
+        """Return whether other parameters rest than in the last step on any rank, and the ids of the units that no step reduces, the same
+        on all ranks; collective if ranks have different experts.
         """
-        still = {id(entry.unit) for entry in entries if self._is_still(entry.unit, resting.get(id(entry.unit), ()))}
+        unreduced = {id(entry.unit) for entry in entries if self._stays_unreduced(entry.unit, resting.get(id(entry.unit), ()))}
         experts = [id(entry.unit) for entry in entries if entry.collected.of_experts]
         if not experts:
-            return resting != self.resting, still
-        votes = self._data.any_of([resting != self.resting, *(unit not in still for unit in experts)], "experts without gradient")
-        return votes[0], still.difference(unit for unit, moves in zip(experts, votes[1:], strict=True) if moves)
+            return resting != self.resting, unreduced
+        votes = self._data.any_of([resting != self.resting, *(unit not in unreduced for unit in experts)], "experts without gradient")
+        return votes[0], unreduced.difference(unit for unit, moves in zip(experts, votes[1:], strict=True) if moves)
 
     def _asked(self, unit: Unit, unused: bool) -> list[int]:
+        """Return the positions in ``unit`` of the parameters that may rest in this step; ``unused`` as for ``_without_gradient``."""
         if unused and not _is_on_several_stages(unit):
             return [index for index, slot in enumerate(unit.layout.slots) if slot.numel]
         return self._trained.idle(unit, self.resting.get(id(unit), ()))
 
-    def _is_still(self, unit: Unit, resting: Collection[int]) -> bool:
+    def _stays_unreduced(self, unit: Unit, resting: Collection[int]) -> bool:
         """Return whether no step reduces ``unit`` before a gradient waits: all of its parameters rest, and a script has frozen them."""
         if len(resting) != _count(unit):
             return False
