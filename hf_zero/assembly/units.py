@@ -25,6 +25,7 @@ from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.agreement import equal_values, facts_of, require_same_model, require_same_optimizer
+from hf_zero.core.step.buffers import without_repeats
 from hf_zero.core.step.precision import KeptTypes, PrecisionPolicy, cast_and_move, cast_param
 from hf_zero.core.step.trained_set import Joining
 from hf_zero.core.units.grouping import BlockSpec, NamedParam, build_blocks, build_unit, enclosing, lowest_modules
@@ -252,8 +253,7 @@ class UnitBuilder:
         """Copy rank 0's buffers to all ranks; as bytes, because backends do not support every dtype (nccl has no 16-bit integers)."""
         for name, buffer in self.module.named_buffers():
             if buffer.numel() and not buffer.is_meta:
-                # An expanded buffer repeats elements, which cannot be written one by one.
-                once = buffer.data[tuple(0 if stride == 0 else slice(None) for stride in buffer.stride())]
+                once = without_repeats(buffer)
                 contiguous = once.contiguous()
                 self.collectives.data.broadcast(contiguous.reshape(-1).view(torch.uint8), 0, f"buffer {name}")
                 if contiguous.data_ptr() != once.data_ptr():

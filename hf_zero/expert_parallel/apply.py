@@ -13,7 +13,7 @@ from hf_zero.comm.topology import Topology
 from hf_zero.core.schedule.torch_internals import leave_out_of_graphs
 from hf_zero.core.units.guards import guard_state_dict
 from hf_zero.core.units.layout import Range
-from hf_zero.core.units.marks import TpShard, is_elsewhere, is_expert, is_part, tp_shard_of
+from hf_zero.core.units.marks import TpShard, is_elsewhere, is_expert, is_part, mark_own_buffers, tp_shard_of
 from hf_zero.core.units.parts import mark_join
 from hf_zero.core.units.unit import find_unit, full_shape
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
@@ -137,6 +137,7 @@ def _divide(layer: ExpertLayer, shares: Shares) -> None:
         stacked.install(layer.module, layer.path, shares, tuple(layer.params))
         return
     for index, expert in enumerate(layer.experts):
+        mark_own_buffers(expert)
         for module in expert.modules():
             guard_state_dict(module)
         for param in expert.parameters():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -42,7 +43,8 @@ class ListedLayer:
     [Note: two runs of a layer] The experts that a layer calls depend on its tokens, so a call cannot be a collective. Therefore the layer's
     forward runs twice. The first run records the tokens of each call and returns zeros. Then all recorded tokens are sent at once, and in
     the second run the calls return the results. The tokens of a call must not depend on results of other experts or on the run, so the
-    second run is compared with the first. Both runs draw the same random numbers, and the first gets copies of the arguments.
+    second run is compared with the first. Both runs draw the same random numbers, the first gets copies of the arguments, and after it the
+    buffers of the layer (statistics of its router) have their values of before.
 
     Args:
         module: Module whose forward calls the experts.
@@ -55,6 +57,8 @@ class ListedLayer:
         self._module, self._label, self._shares = module, label, shares
         self._own = [(expert, expert.forward) for expert in experts[shares.first : shares.first + shares.here]]
         self._params = [param for expert in experts for param in expert.parameters()]
+        inside = {id(part) for expert in experts for part in expert.modules()}
+        self._others = [part for part in module.modules() if id(part) not in inside]
         self._forward = module.forward
         self._calls: _Calls | None = None
         for index, expert in enumerate(experts):
@@ -73,7 +77,8 @@ class ListedLayer:
                 [] if device.type == "cpu" else [device], device_type="cuda" if device.type == "cpu" else device.type
             ):
                 copied = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
-                self._forward(*copied[0], **copied[1])
+                with _unchanged_buffers(self._others):
+                    self._forward(*copied[0], **copied[1])
             results, calls.answers = self._compute(calls.noted, tokens)
             output = self._forward(*args, **kwargs)
         finally:
@@ -180,6 +185,22 @@ class ListedLayer:
                 note_call(param, bool(len(part)) or index in called)
             idle += [] if len(part) else expert.parameters()
         return beside_idle(torch.empty_like(results).index_copy(0, order, results), idle)
+
+
+@contextmanager
+def _unchanged_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Restore the buffers of ``modules`` at the end of the context."""
+    before = [
+        (module._buffers, key, buffer, buffer.clone())
+        for module in modules
+        for key, buffer in module._buffers.items()
+        if buffer is not None and has_values(buffer)
+    ]
+    yield
+    for buffers, key, buffer, values in before:
+        if not torch.equal(buffer, values):
+            buffer.copy_(values)
+        buffers[key] = buffer
 
 
 def _first(result: Any) -> torch.Tensor:

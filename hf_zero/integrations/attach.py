@@ -66,6 +66,16 @@ def count_steps_of_groups(built: Engine) -> None:
         call.caller.callback_handler.callbacks.insert(0, CountOfRun())  # before the one that ends the training
 
 
+def keep_own_buffers(built: Engine) -> None:
+    """Let each rank keep its own buffers if the script has asked DistributedDataParallel for it, with ``ddp_broadcast_buffers=False`` of
+    Trainer's arguments or ``DistributedDataParallelKwargs(broadcast_buffers=False)``.
+    """
+    for call in callers.running(methods.PREPARE):
+        handler = getattr(call.caller, "ddp_handler", None)
+        if built.stepper is not None and handler is not None and not getattr(handler, "broadcast_buffers", True):
+            built.stepper.buffers.kept = True
+
+
 def restore_plain_model(destroyed: Engine) -> None:
     """Restore the plain model of a Trainer when its engine is destroyed.
 
@@ -114,7 +124,7 @@ def _autos(node: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 __all__ = ["initialize"]
 
 engine.on_build += [require_divided, wrap_saves, count_samples_once, listen_if_configured, serve_offload]
-engine.on_build += [note_accelerator, count_steps_of_groups]
+engine.on_build += [note_accelerator, count_steps_of_groups, keep_own_buffers]
 engine.on_preempted.append(save_by_itself)
 engine.on_destroy.append(restore_plain_model)
 engine.reasons_to_wait.append(keeps_too_few)

@@ -396,3 +396,29 @@ def _schedule_under_offload() -> None:
 def test_a_scheduler_of_the_optimizer_that_accelerate_replaces_sees_its_steps() -> None:
     """torch would warn that the scheduler was stepped before the optimizer."""
     ranks.run_ranks(_schedule_under_offload, 1)
+
+
+def _own_buffers(stage: int, sends: bool) -> list[float]:
+    """Train two steps with ``broadcast_buffers`` of the script; return this rank's running mean."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    with trainers.clean_state():
+        config = {"train_micro_batch_size_per_gpu": BATCH, "zero_optimization": {"stage": stage}}
+        handlers = [DistributedDataParallelKwargs(broadcast_buffers=sends)]
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), kwargs_handlers=handlers)
+        model = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).to(ranks.device())
+        engine, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=LR))
+        for _ in range(2):
+            accelerator.backward(engine(_rows()[ranks.rank() :: ranks.world()]).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        found: list[float] = model[1].running_mean.tolist()
+        engine.destroy()
+        return found
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_broadcast_buffers_false_keeps_the_buffers_of_each_rank(sends: bool) -> None:
+    first, second = ranks.run_ranks(_own_buffers, 2, 2, sends)
+    assert (first == second) is sends

@@ -54,6 +54,42 @@ def check_copy() -> None:
     engine.destroy()
 
 
+def test_buffers_of_lists_of_experts() -> None:
+    ranks.run_ranks(check_buffers, 2)
+
+
+def check_buffers() -> None:
+    """Count tokens in buffers of the router and of each expert: the router counts once, and no rank overwrites the counts of experts that
+    other ranks hold.
+    """
+
+    def count(module: nn.Module) -> None:
+        forward = module.forward
+        module.register_buffer("seen", torch.zeros(()))
+
+        def counting(tokens: torch.Tensor) -> torch.Tensor:
+            module.seen += len(tokens)
+            return forward(tokens)
+
+        module.forward = counting  # type: ignore[method-assign]
+
+    model = build_listed()
+    layer = model.layers[0]
+    for module in (layer.gate, *layer.experts):
+        count(module)
+    engine, feed = parity.initialize(model, with_experts(Run(1), 2)), mixed(MIXTRAL)
+    for step in range(2):
+        engine.backward(engine(**feed(step, 0, ranks.rank())))
+        engine.step()
+    counts = torch.stack([expert.seen for expert in layer.experts])
+    assert bool(counts[2 * ranks.rank() :][:2].sum()) and not counts[2 - 2 * ranks.rank() :][:2].sum()
+    dist.all_reduce(counts)
+    tokens = sum(feed(step, 0, rank)["input_ids"].numel() for step in range(2) for rank in range(2))
+    assert counts.sum() == 2 * tokens  # two experts of each token
+    assert layer.gate.seen == sum(feed(step, 0, 0)["input_ids"].numel() for step in range(2))
+    engine.destroy()
+
+
 def test_16_bit() -> None:
     """bf16 with fp32 masters; fp16 with a loss scale that overflows first."""
     ranks.run_ranks(check_16_bit, 2)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from tests.support import parity, ranks
 from tests.support.models import CASES, Mlp, class_loss
@@ -103,56 +100,6 @@ def _rotary_table_stays_fp32(stage: int) -> None:
     parameters = {name: parameter.dtype for name, parameter in engine.module.named_parameters()}
     assert set(parameters.values()) == {torch.bfloat16}, parameters
     engine.destroy()
-
-
-class Codebook(nn.Module):
-    """A layer whose training forward reads a buffer and moves it towards this rank's batch, as a VQ-VAE does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entry, self.head = nn.Linear(8, 16), nn.Linear(16, 4)
-        self.register_buffer("book", torch.randn(6, 16))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.entry(inputs)
-        nearest = torch.cdist(hidden.detach(), self.book).argmin(-1)
-        codes = self.book[nearest].clone()
-        if self.training:
-            self.book.index_copy_(0, nearest, 0.7 * self.book[nearest] + 0.3 * hidden.detach())
-        return self.head(hidden + (codes - hidden).detach()).square().mean() + (hidden - codes).square().mean()
-
-
-def _send_buffers(module: nn.Module, _inputs: object) -> None:
-    """Give all ranks rank 0's buffers, as the page on parameters says."""
-    for buffer in module.buffers():
-        dist.broadcast(buffer, 0)
-
-
-def _buffers_that_training_reads(stage: int) -> None:
-    """Train 4 steps with DDP and with an engine whose model sends its buffers before each forward; each rank has its own batches."""
-    torch.manual_seed(0)
-    model = Codebook()
-    expected = DistributedDataParallel(copy.deepcopy(model))
-    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
-    model.register_forward_pre_hook(_send_buffers)
-    engine = initialize(model, Run(stage=stage, extra={"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}))
-    generator = torch.Generator().manual_seed(ranks.rank())
-    for step in range(4):
-        inputs = torch.randn(4, 8, generator=generator)
-        loss, expected_loss = engine(inputs), expected(inputs)
-        torch.testing.assert_close(loss, expected_loss, msg=f"step {step}")
-        engine.backward(loss)
-        engine.step()
-        expected_loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        torch.testing.assert_close(engine.module.book, expected.module.book, msg=f"step {step}")
-    engine.destroy()
-
-
-@pytest.mark.parametrize("stage", slow_but(STAGES, 1, 3))
-def test_buffers_that_the_training_forward_reads_are_sent_by_a_hook(stage: int) -> None:
-    ranks.run_ranks(_buffers_that_training_reads, 2, stage)
 
 
 @pytest.mark.fast_rows("2-bf16", "3-fp32")

@@ -263,8 +263,8 @@ CASES: dict[str, ModelCase] = {
 
 
 # Messages of the vote before each update, 4 each: a digest of equal values, twice, whether gradients were written, a signal, waiting
-# gradients, and whether parameters were written.
-STEP_VOTE_BYTES = 24
+# gradients, whether buffers were written, and whether parameters were.
+STEP_VOTE_BYTES = 28
 
 
 class TwoBlocks(nn.Module):

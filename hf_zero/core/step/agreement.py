@@ -248,6 +248,7 @@ class Agreed(NamedTuple):
         written: Whether a script has written gradients on any rank.
         signal: Number of a signal that asks a rank to end (the highest of several); 0 if no rank has received one.
         news: The largest of ``MISSES``, ``RESTED`` and ``JOINS`` that applies on any rank; 0 without.
+        buffers: The largest ``WrittenBuffers.news`` of any rank.
         changed: Whether the norm of the gradients must be taken anew, because no rank has taken it or some gradient has changed since.
         reads: Whether a rank must know that the norm is finite before it launches the update.
     """
@@ -255,6 +256,7 @@ class Agreed(NamedTuple):
     written: bool
     signal: int
     news: int
+    buffers: int
     changed: bool
     reads: bool
 

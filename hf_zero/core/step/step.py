@@ -17,6 +17,7 @@ from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.agreement import RESTED, Agreed, agree, same_call, same_clipping, same_groups, same_micro_steps
+from hf_zero.core.step.buffers import WrittenBuffers
 from hf_zero.core.step.equal_copies import equal_copies
 from hf_zero.core.step.grad_norm import clip_factor, first_non_finite, global_norm, model_axis
 from hf_zero.core.step.precision import LossScaler
@@ -37,7 +38,7 @@ _WRITTEN = 2  # a script has written gradients
 _ADDED = 3  # a backward has added to a gradient that a script had written
 _REFUSED = 4  # a script has written values to a parameter that cannot accept them
 _STEPS = same_call("step()")
-_ANSWERS = 3  # numbers in the message of a vote; one more where a device may skip, and where ranks hold different parameters
+_ANSWERS = 4  # numbers in the message of a vote; one more where a device may skip, and where ranks hold different parameters
 _READ_AT_ONCE = ("cpu",)  # types of devices whose values the host reads without a wait
 
 
@@ -138,6 +139,7 @@ class Stepper:
         self.collectives = collectives
         self.settings = settings
         self.trained = trained
+        self.buffers = WrittenBuffers(runtime.module, collectives.data)
         self._networks = model_collectives, expert_collectives
         self.equal = equal_copies(collectives.topology, model_collectives, expert_collectives, self.optimizer.units)
         self.everyone = everyone  # network of the ranks that have to agree before a step
@@ -226,7 +228,7 @@ class Stepper:
         written = _REFUSED if look.refused else _ADDED if self.reducer.added_to else written
         late, draws = [int(not self._can_skip_late())] * self._may_skip_late, self.runtime.draws
         drew = [int(draws.drew)] if draws is not None else []
-        answers = [written, signals.heard(), self.trained.news(), *late, *drew, *look.noted]
+        answers = [written, signals.heard(), self.trained.news(), self.buffers.news(), *late, *drew, *look.noted]
         if self.everyone.world > 1:
             answers = agree(self.everyone, [*alike, same_groups(self.optimizer.inner), same_clipping(self.settings.max_norm)], answers)
         first, last = _ANSWERS + len(late), _ANSWERS + len(late) + len(drew)
@@ -235,7 +237,8 @@ class Stepper:
             draws.require_same(any(answers[first:last]), self.everyone)
         if answers[0] == _ADDED:
             refuse_added(self.reducer, self.everyone)
-        return Agreed(answers[0] >= _WRITTEN, answers[1], answers[2], answers[0] >= _CHANGED, answers[_ANSWERS:first] != [0])
+        (written, signal, news, buffers), reads = answers[:_ANSWERS], answers[_ANSWERS:first] != [0]
+        return Agreed(written >= _WRITTEN, signal, news, buffers, written >= _CHANGED, reads)
 
     def wait_for_ranks(self, what: str) -> None:
         """Wait for all ranks before a collective operation that the script begins, between backward and step; collective, on the host.
@@ -377,6 +380,7 @@ class Stepper:
         if not skipped:
             self.optimizer.end_step()
         self.reducer.clear(shows=keeps)
+        self.buffers.send(agreed.buffers)
         if keeps:
             pending = torch.tensor(1.0 / self.scaler.scale) if factor is None else factor
             unscaled = [None if shard._version != count else pending for shard, count in zip(shards, counts, strict=True)]

@@ -25,6 +25,7 @@ _TP_SHARD = "_hf_zero_tp_shard"
 _CALLED = "_hf_zero_called"
 _STAGES = "_hf_zero_stages"  # attribute of a parameter that is complete on several stages
 _WHOLE_READER = "_hf_zero_whole_reader"  # attribute of a module
+_OWN_BUFFERS = "_hf_zero_own_buffers"  # attribute of a module
 
 Wholes = dict[tuple[int, bool], torch.Tensor]
 WholeReader = Callable[[str, torch.Tensor, Wholes], torch.Tensor | None]
@@ -170,6 +171,16 @@ def mark_whole_reader(module: nn.Module, reader: WholeReader) -> None:
 def whole_reader_of(module: nn.Module) -> WholeReader | None:
     """Return the reader given to ``mark_whole_reader`` for ``module``, or None."""
     return module.__dict__.get(_WHOLE_READER)
+
+
+def mark_own_buffers(module: nn.Module) -> None:
+    """Mark ``module`` as one that only some data-parallel ranks run, so that its buffers, and those inside of it, differ between ranks."""
+    module.__dict__[_OWN_BUFFERS] = True
+
+
+def has_own_buffers(module: nn.Module) -> bool:
+    """Return whether ``module`` was marked by ``mark_own_buffers``."""
+    return _OWN_BUFFERS in module.__dict__
 
 
 def is_expert(param: torch.Tensor) -> bool:
