@@ -22,6 +22,8 @@ RESOLVE = "tests/config/test_config_resolve.py"
 SPELLING = "tests/config/test_config_spelling.py"
 ELASTIC = "tests/config/test_config_elastic.py"
 VALUES = "tests/checkpoint/test_checkpoint_values.py"
+BUFFERS = "tests/parity/test_parity_written_buffers.py"
+UNUSED = "tests/core/test_unused_parameters.py"
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,76 @@ FAULTS: tuple[Fault, ...] = (
             "return min(everywhere)[1]",
             "return max(everywhere)[1]",
             (NORM, "tests/parity/test_parity_overflow.py"),
+        ),
+    ),
+    *_in(
+        "core/step/buffers.py",
+        ("each rank keeps the buffers that training writes", "        if news:\n            self._agree()\n", "", (BUFFERS,)),
+        (
+            "writes that torch does not count are overlooked",
+            "self._found.add(name)\n        return FOUND",
+            "self._found.add(name) if not reads else None\n        return FOUND",
+            (BUFFERS,),
+        ),
+        (
+            "caches are sent",
+            "module._buffers.keys() - module._non_persistent_buffers_set",
+            "module._buffers.keys()",
+            (BUFFERS,),
+        ),
+        ("buffers that were loaded again are sent", "return not known or self.sum != before", "return True", (BUFFERS,)),
+        ("buffers of other shapes are sent", "high == -low and high > 0", "high > 0", (BUFFERS,)),
+        ("buffers of experts are sent", "and not name.startswith(apart)", "", ("tests/expert_parallel/test_expert_kinds.py",)),
+    ),
+    *_in(
+        "core/step/trained_units.py",
+        (
+            "weight decay and momentum change parameters without a gradient",
+            "return MISSES if any(self._misses(entry)",
+            "return 0 if any(self._misses(entry)",
+            (UNUSED,),
+        ),
+        (
+            "a parameter that has rested never has a gradient again",
+            "        if any(rested):\n            return RESTED\n",
+            "",
+            (UNUSED, "tests/parity/test_parity_trained_set.py"),
+        ),
+    ),
+    *_in(
+        "core/step/unused.py",
+        (
+            "weight decay without a gradient has no warning",
+            "    if names:\n        shown = ",
+            "    if False:\n        shown = ",
+            (UNUSED,),
+        ),
+    ),
+    *_in(
+        "core/step/equal_copies.py",
+        (
+            "the ranks of a layer may have other losses",
+            "return max(numbers) - min(numbers) > max(",
+            "return False and max(numbers) - min(numbers) > max(",
+            ("tests/tensor_parallel/test_tp_equal_copies.py",),
+        ),
+    ),
+    *_in(
+        "expert_parallel/listed.py",
+        (
+            "the first run of a list of experts writes buffers",
+            "with _unchanged_buffers(self._others):",
+            "with nullcontext():",
+            ("tests/expert_parallel/test_expert_kinds.py",),
+        ),
+    ),
+    *_in(
+        "checkpoint/state/plain_state.py",
+        (
+            "an optimizer's state from before initialize is lost",
+            "    inner.state.clear()\n    return found\n",
+            "    inner.state.clear()\n    return None\n",
+            ("tests/checkpoint/test_optimizer_state_dicts.py",),
         ),
     ),
     *_in(
