@@ -162,6 +162,37 @@ def test_constant_buffers_are_not_sent() -> None:
     assert ranks.run_ranks(_constants, 2, 0) == [[], []]
 
 
+class Bank(nn.Module):
+    """A model with two large buffers; the forward writes other values on each rank to a row of one, and equal values to the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+        self.register_buffer("bank", torch.zeros(1 << 19, 9))
+        self.register_buffer("average", torch.zeros(1 << 19, 9))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.bank[7] = inputs.mean()
+        self.average += 1
+        return self.layer(inputs).mean()
+
+
+def _large() -> list[str]:
+    engine = initialize(Bank(), Run(stage=1, extra=SGD))
+    with messages_of_log() as lines:
+        for inputs in _batches(3):
+            engine.backward(engine(inputs))
+            engine.step()
+            assert _of_rank_zero(engine, "bank") and engine.module.bank[7].all()
+    engine.destroy()
+    return [line for line in lines if "training writes the buffers" in line]
+
+
+def test_large_buffers_are_sent_if_ranks_differ() -> None:
+    first, _ = ranks.run_ranks(_large, 2)
+    assert len(first) == 1 and "buffers bank:" in first[0] and "18.00 MiB" in first[0]
+
+
 def _overflow() -> None:
     """Skip a step: its forward has written buffers all the same."""
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))

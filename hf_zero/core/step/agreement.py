@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from hf_zero.comm.collectives import Collectives, as_sent
+from hf_zero.core.units.checksums import windows
 from hf_zero.core.units.grouping import NamedParam
 from hf_zero.core.units.layout import FROZEN
 from hf_zero.core.units.marks import is_expert, whole_shape
@@ -212,8 +213,7 @@ def _mark(tensor: torch.Tensor, in_file: bool) -> float:
         return 0.0
     values = as_sent(tensor.detach()).reshape(-1)
     if in_file and values.numel() > _WINDOWS * _WINDOW:
-        step = (values.numel() - _WINDOW) // (_WINDOWS - 1)
-        values = values.as_strided((_WINDOWS, _WINDOW), (step, 1))
+        values = windows(values, _WINDOWS, _WINDOW)
     return float(values.sum(dtype=torch.float64))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_zero.comm.collectives import Collectives
-from hf_zero.core.units.checksums import checksum
+from hf_zero.core.units.checksums import checksum, windows
 from hf_zero.core.units.marks import has_own_buffers
 from hf_zero.observe import log_rank0, span
 from hf_zero.system.sizes import size_text
@@ -19,6 +19,8 @@ FOUND = 1  # this rank has found buffers that are written, or that have changed 
 KEPT = 2  # the script wants each rank to keep its own buffers
 _IGNORED = "_ddp_params_and_buffers_to_ignore"  # attribute of a module: names that DistributedDataParallel leaves alone
 _DIGEST = 0xFFFFFF  # a vote compares numbers of 24 bits
+_LARGE = 1 << 24  # bytes; of larger buffers (packed weights) a look reads windows alone
+_WINDOWS, _WINDOW = 64, 4096  # number and size (elements) of these windows
 
 Form = tuple[torch.Size, torch.dtype]
 
@@ -30,31 +32,35 @@ class _Watched:
     Attributes:
         buffers: Dictionary of the module that holds it.
         key: Its name in this dictionary.
-        tensor: The tensor at the last look; None if the buffer was registered since.
+        tensor: The tensor at the last look; None before the first.
         version: Its count of writes in place.
-        sum: Its checksum.
+        sum: Its checksum; -1 before the first look.
     """
 
     buffers: dict[str, torch.Tensor | None]
     key: str
     tensor: torch.Tensor | None = None
     version: int = 0
-    sum: int = 0
+    sum: int = -1
 
     def look(self) -> None:
         """Record the buffer's present state."""
         self.tensor = self.buffers.get(self.key)
         if self.tensor is not None and _form(self.tensor) is not None:
-            self.version, self.sum = self.tensor._version, checksum(self.tensor)
+            self.version, self.sum = self.tensor._version, _sum(self.tensor)
 
     def is_written(self, reads: bool) -> bool:
-        """Return whether the value has changed since the last look; ``reads`` also finds writes that torch does not count."""
+        """Return whether the value has changed since the last look; ``reads`` also finds writes that torch does not count.
+
+        Values of large buffers are not compared, and only ``reads`` looks at them: ranks then compare values with each other.
+        """
         now = self.buffers.get(self.key)
-        if now is None or _form(now) is None or (not reads and now is self.tensor and now._version == self.version):
+        form = _form(now)
+        if now is None or form is None or (not reads and (_is_large(form) or (now is self.tensor and now._version == self.version))):
             return False
-        known, before = self.tensor is not None, self.sum
+        before, counted = self.sum, now is not self.tensor or now._version != self.version
         self.look()
-        return not known or self.sum != before
+        return self.sum != before or (counted and _is_large(form))
 
 
 class WrittenBuffers:
@@ -66,6 +72,9 @@ class WrittenBuffers:
     because torch does not count writes through ``.data``. Whether some rank has found new ones travels in the vote of the step, and only
     then the ranks exchange names. From this step on, all ranks get rank 0's values of these buffers at the end of every step, in one
     message.
+
+    Large buffers (packed weights, averages of a whole model) are looked at only in the steps 1, 2, 4, 8 and so on, in windows, and are sent
+    if their values then differ between ranks.
 
     Each rank keeps its own buffers if they are not persistent (caches, and states of its own batch), belong to experts that other ranks do
     not hold, have other shapes on other ranks, or are named in ``module._ddp_params_and_buffers_to_ignore``.
@@ -140,10 +149,14 @@ class WrittenBuffers:
         names = sorted({*self._sent, *(name for theirs in found for name in theirs)})
         forms = {name: _form(self._tensor(name)) for name in names}
         digests = [0 if form is None else _digest(form) for form in forms.values()]
-        most = self._data.largest_of([*digests, *(-digest for digest in digests)], "shapes of buffers")
-        alike = [high == -low and high > 0 for high, low in zip(most[: len(names)], most[len(names) :], strict=True)]
-        before, self._sent = self._sent, {name: forms[name] for name, same in zip(names, alike, strict=True) if same}
-        for name in set(names).difference(self._sent):
+        values = [self._digest_of_large(name, form) for name, form in forms.items()]
+        most = self._data.largest_of([sign * one for sign in (1, -1) for one in (*digests, *values)], "buffers that training writes")
+        same = [high == -low for high, low in zip(most[: len(most) // 2], most[len(most) // 2 :], strict=True)]
+        before, self._sent = self._sent, {}
+        for name, form, alike, equal in zip(names, forms.values(), same[: len(names)], same[len(names) :], strict=True):
+            if alike and form is not None and (name in before or not (equal and _is_large(form))):
+                self._sent[name] = form
+        for name in {name for name, alike in zip(names, same, strict=False) if not alike}:
             self._watched.pop(name, None)
         self._found.clear()
         if new := [name for name in self._sent if name not in before]:
@@ -157,6 +170,11 @@ class WrittenBuffers:
                 size_text(total),
             )
 
+    def _digest_of_large(self, name: str, form: Form | None) -> int:
+        """Return a digest of the values of a large buffer that is not sent yet; 0 for others."""
+        tensor = self._tensor(name)
+        return 0 if tensor is None or form is None or name in self._sent or not _is_large(form) else checksum(tensor) & _DIGEST
+
     def _tensor(self, name: str) -> torch.Tensor | None:
         entry = self._watched.get(name)
         return None if entry is None else entry.buffers.get(entry.key)
@@ -167,6 +185,17 @@ def _form(buffer: torch.Tensor | None) -> Form | None:
     if buffer is None or type(buffer) is not torch.Tensor or buffer.is_meta or buffer.layout != torch.strided or buffer.is_inference():
         return None
     return (buffer.shape, buffer.dtype) if buffer.numel() else None
+
+
+def _is_large(form: Form) -> bool:
+    return form[0].numel() * form[1].itemsize > _LARGE
+
+
+def _sum(buffer: torch.Tensor) -> int:
+    """Return a checksum of the values of a buffer, or of windows of a large one."""
+    if not _is_large((buffer.shape, buffer.dtype)) or not buffer.is_contiguous():
+        return checksum(buffer)
+    return checksum(windows(buffer.detach().view(-1), _WINDOWS, _WINDOW))
 
 
 def _digest(form: Form) -> int:

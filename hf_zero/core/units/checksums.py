@@ -30,6 +30,14 @@ def checksum(tensor: torch.Tensor) -> int:
     return _sum_of_places(values)
 
 
+def windows(values: torch.Tensor, count: int, width: int) -> torch.Tensor:
+    """Return ``count`` evenly spaced windows of ``width`` elements of ``values`` (1D, contiguous): (count, width), a view.
+
+    A look at windows reads little of a large tensor, whose other pages may not be in memory.
+    """
+    return values.as_strided((count, width), ((len(values) - width) // (count - 1), 1))
+
+
 def _sum_of_places(values: torch.Tensor) -> int:
     """Return ``checksum`` of ``values``, 1D on a device; elements are widened to 64 bits piece by piece."""
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}[values.element_size()]
