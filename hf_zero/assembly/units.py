@@ -41,12 +41,13 @@ from hf_zero.core.units.marks import (
     stages_of,
     tp_shard_of,
 )
-from hf_zero.core.units.names import named_params
+from hf_zero.core.units.names import named_buffers, named_params
 from hf_zero.core.units.registration import register_loose
-from hf_zero.core.units.shard import ShardStorage
+from hf_zero.core.units.shard import ShardStorage, strided_parts
 from hf_zero.core.units.unit import Unit, UnitSpec, find_unit, full_shape
 from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.native.quantize import can_quantize
+from hf_zero.observe import warn_once
 from hf_zero.offload.policy import Offloading
 
 
@@ -251,9 +252,16 @@ class UnitBuilder:
 
     def _sync_buffers(self) -> None:
         """Copy rank 0's buffers to all ranks; as bytes, because backends do not support every dtype (nccl has no 16-bit integers)."""
+        if sparse := [name for name, buffer in named_buffers(self.module, persistent=True) if buffer.layout != torch.strided]:
+            warn_once(
+                f"{', '.join(sparse[:3])}: checkpoints and model files cannot hold sparse buffers, so saving will be an error. Register "
+                "them with persistent=False and build them in the constructor"
+            )
         for name, buffer in self.module.named_buffers():
-            if buffer.numel() and not buffer.is_meta:
-                once = without_repeats(buffer)
+            for part in () if buffer.is_meta else strided_parts(buffer):
+                if not part.numel():
+                    continue
+                once = without_repeats(part)
                 contiguous = once.contiguous()
                 self.collectives.data.broadcast(contiguous.reshape(-1).view(torch.uint8), 0, f"buffer {name}")
                 if contiguous.data_ptr() != once.data_ptr():

@@ -14,7 +14,7 @@ import torch
 from hf_zero.core.optimizer.common_states import states_by_param
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.schedule.gradients import UnitGradients
-from hf_zero.core.units.shard import has_memory
+from hf_zero.core.units.shard import has_memory, strided_parts
 from hf_zero.core.units.sharded_parameter import gradients_of
 from hf_zero.core.units.unit import Unit
 
@@ -70,7 +70,7 @@ def _moments(optimizer: ShardedOptimizer) -> Iterator[Holding]:
 def loose_tensors(module: torch.nn.Module) -> Iterator[Holding]:
     """Yield the parameters that belong to no unit, and the buffers."""
     yield from (Holding("parameters", param) for param in module.parameters() if param.numel())
-    yield from (Holding("other", buffer) for buffer in module.buffers())
+    yield from (Holding("other", part) for buffer in module.buffers() for part in strided_parts(buffer))
 
 
 def gradients(entries: Sequence[UnitGradients], module: torch.nn.Module) -> Iterator[Holding]:

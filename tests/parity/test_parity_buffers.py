@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hf_zero.errors import CheckpointError
 from tests.support import parity, ranks
 from tests.support.models import CASES, Mlp, class_loss
 from tests.support.parity import Run, check, check_training, initialize, reference, train
@@ -100,6 +103,40 @@ def _rotary_table_stays_fp32(stage: int) -> None:
     parameters = {name: parameter.dtype for name, parameter in engine.module.named_parameters()}
     assert set(parameters.values()) == {torch.bfloat16}, parameters
     engine.destroy()
+
+
+class Graph(nn.Module):
+    """A layer over a graph whose adjacency is a sparse buffer; each rank builds other values."""
+
+    def __init__(self, layout: torch.layout, persistent: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        adjacency = torch.eye(4) * (2 + ranks.rank())
+        self.register_buffer("adjacency", adjacency.to_sparse(layout=layout), persistent=persistent)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.sparse.mm(self.adjacency, self.layer(inputs)).square().mean()
+
+
+def _sparse(stage: int, folder: str) -> None:
+    for layout, persistent in ((torch.sparse_coo, False), (torch.sparse_csr, True)):
+        engine = initialize(Graph(layout, persistent), Run(stage=stage))
+        assert torch.equal(engine.module.adjacency.to_dense(), torch.eye(4) * 2)
+        engine.backward(engine(torch.ones(4, 4)))
+        engine.step()
+        if persistent:
+            for save in (engine.save_checkpoint, engine.save_16bit_model):
+                with pytest.raises(CheckpointError, match=r"adjacency: safetensors files cannot hold sparse .* persistent=False"):
+                    save(folder)
+        else:
+            engine.save_checkpoint(folder)
+            engine.load_checkpoint(folder)
+        engine.destroy()
+
+
+@pytest.mark.parametrize("stage", slow_but(STAGES, 1, 3))
+def test_sparse_buffers_come_from_rank_zero_and_are_not_saved(stage: int, tmp_path: Path) -> None:
+    ranks.run_ranks(_sparse, 2, stage, str(tmp_path))
 
 
 @pytest.mark.fast_rows("2-bf16", "3-fp32")

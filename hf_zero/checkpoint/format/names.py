@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Final
 
 import torch
@@ -87,6 +88,19 @@ DTYPES: Final[dict[str, torch.dtype]] = {
 }
 NAMES: Final[dict[torch.dtype, str]] = {dtype: name for name, dtype in DTYPES.items()}
 ITEM_BYTES: Final[dict[str, int]] = {name: dtype.itemsize for name, dtype in DTYPES.items()}
+
+
+def refuse_sparse(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise for sparse tensors, which safetensors files cannot hold.
+
+    Raises:
+        CheckpointError: There are some; the message names them.
+    """
+    if sparse := [name for name, tensor in tensors.items() if tensor.layout != torch.strided]:
+        raise CheckpointError(
+            f"{', '.join(sparse[:3])}: safetensors files cannot hold sparse tensors. Register such buffers with persistent=False and build "
+            "them in the constructor, or keep indices and values in dense buffers"
+        )
 
 
 def dtype_name(dtype: torch.dtype, what: str) -> str:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from hf_zero.checkpoint.commit import agreement
+from hf_zero.checkpoint.format.names import refuse_sparse
 from hf_zero.checkpoint.model.model_files import MAX_SHARD_SIZE, ModelFiles, PlannedTensor
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
@@ -170,10 +171,12 @@ def _entries(module: nn.Module, exclude_frozen_parameters: bool, kept: Container
 
     Raises:
         UnsupportedError: A script has replaced a parameter of which this rank held a part.
+        CheckpointError: There are sparse buffers.
     """
     for inner in module.modules():
         require_own_parts(inner)
     named = {name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
+    refuse_sparse(named)
     present = set(map(id, named.values()))
     named.update((name, param) for name, param in module.named_parameters() if id(param) not in present)
     return {name: value for name, value in named.items() if not (exclude_frozen_parameters and _is_frozen(value)) or name in kept}

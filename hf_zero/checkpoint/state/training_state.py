@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from hf_zero.checkpoint.format.names import refuse_sparse
 from hf_zero.checkpoint.format.tp_shards import SavedTpShard
 from hf_zero.checkpoint.state.module_entries import has_extra_state
 from hf_zero.comm.collectives import Collectives
@@ -150,8 +151,14 @@ class TrainingState:
         return found | {name: known[id(buffer)] for name, buffer in again if name != known[id(buffer)]}
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Return persistent buffers by name; one that is registered twice appears once."""
-        return dict(named_buffers(self.module, persistent=True))
+        """Return persistent buffers by name; one that is registered twice appears once.
+
+        Raises:
+            CheckpointError: There are sparse ones.
+        """
+        found = dict(named_buffers(self.module, persistent=True))
+        refuse_sparse(found)
+        return found
 
     def modules_with_extra_state(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield modules that keep state of their own kind (``get_extra_state``)."""

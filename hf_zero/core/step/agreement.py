@@ -20,6 +20,7 @@ from hf_zero.core.units.checksums import windows
 from hf_zero.core.units.grouping import NamedParam
 from hf_zero.core.units.layout import FROZEN
 from hf_zero.core.units.marks import is_expert, whole_shape
+from hf_zero.core.units.shard import strided_parts
 from hf_zero.core.units.unit import full_shape
 from hf_zero.errors import StateError
 from hf_zero.memory.host_memory import mapped_files
@@ -167,7 +168,10 @@ def _line(member: NamedParam) -> str:
 def _buffer_lines(module: nn.Module) -> list[str]:
     """Return a line for each buffer that rank 0 broadcasts to all ranks."""
     buffers = ((name, buffer) for name, buffer in module.named_buffers() if buffer.numel() and not buffer.is_meta)
-    return [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in buffers]
+    return [
+        f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" + "".join(f" {tuple(part.shape)}" for part in strided_parts(buffer)[1:])
+        for name, buffer in buffers
+    ]
 
 
 _WINDOWS, _WINDOW = 4, 256  # number and size (elements) of the windows that are read of a weight that is mapped from a file

@@ -193,6 +193,17 @@ class OwnPart:
         take_changed(master, shard)
 
 
+def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the indices and values of a sparse tensor, which share its memory; of others the tensor itself."""
+    if tensor.layout == torch.strided:
+        return (tensor,)
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+
+
 def has_memory(tensor: torch.Tensor) -> bool:
     """Return whether ``tensor`` has memory; False while ``engine.offload_states`` has moved its elements to the host."""
     return not tensor.numel() or tensor.untyped_storage().nbytes() > 0
