@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tests.support import parity, ranks
 from tests.support.logged import messages_of_log
@@ -302,3 +303,51 @@ def _gradients_in_hooks(stage: int, offload: bool) -> list[str]:
 @pytest.mark.parametrize(("stage", "offload"), [(0, False), (1, False), (2, True), (3, False)])
 def test_step_hooks_see_and_change_gradients(stage: int, offload: bool) -> None:
     assert len(ranks.run_ranks(_gradients_in_hooks, 2, stage, offload)[0]) == 1
+
+
+class _OwnSGD(torch.optim.SGD):
+    """A class that is tried on small tensors to find its kind."""
+
+
+class _Around(torch.optim.SGD):
+    """An optimizer that holds another one, which updates its first parameter."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.base = _OwnSGD(self.param_groups[0]["params"][:1], lr)
+
+    def step(self, closure: Any = None) -> Any:
+        self.base.step()
+        return super().step(closure)
+
+
+def _no_hooks_in_trials(stage: int, offload: bool) -> None:
+    """Hooks that a script has registered before initialize() see the steps of the training, and no others."""
+    zero = {"offload_optimizer": {"device": "cpu"}} if offload else {}
+    config = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "zero_optimization": zero}
+    seen: list[str] = []
+
+    def note(what: str) -> Any:
+        return lambda *_: seen.append(what)
+
+    handles = [register_optimizer_step_pre_hook(note("any")), register_optimizer_step_post_hook(note("any"))]
+    for make in (_OwnSGD, torch.optim.SGD, torch.optim.Adafactor, _Around):
+        seen.clear()
+        model = MLP.build()
+        given = make(model.parameters(), lr=1e-2)
+        for optimizer in (given, *([given.base] if isinstance(given, _Around) else [])):
+            optimizer.register_step_pre_hook(note("before"))
+            optimizer.register_step_post_hook(note("after"))
+        engine = initialize(model, Run(stage, extra=config), optimizer=given)
+        assert seen == [], (make, len(seen))
+        if make is not _Around:
+            _steps(engine, engine.optimizer, 2, 1)
+            assert seen == ["any", "before", "after", "any"] * 2, (make, seen)
+        engine.destroy()
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(0, False), (1, False), (2, True)])
+def test_trials_at_initialize_call_no_hooks(stage: int, offload: bool) -> None:
+    ranks.run_ranks(_no_hooks_in_trials, 2, stage, offload)

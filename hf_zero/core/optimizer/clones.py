@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import FunctionType
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from hf_zero.core.optimizer.common_states import common_states, states_by_param
 from hf_zero.core.optimizer.held_params import has_optimizers, nested_of, replace_parameters
+from hf_zero.core.optimizer.step_hooks import deferred
 from hf_zero.core.optimizer.step_values import ChangedInPlace, is_foreign
 
 TRIAL_SHAPE = (4, 6)
@@ -185,6 +186,14 @@ def random_states(device: torch.device) -> list[Tensor]:
     return states if device.type == "cpu" else [*states, torch.get_device_module(device).get_rng_state(device)]
 
 
+def trial_step(optimizer: torch.optim.Optimizer) -> None:
+    """Call ``step`` of an optimizer that was made for a trial, without the script's hooks on steps, which are for real ones."""
+    with ExitStack() as stack:
+        for one in (optimizer, *nested_of(optimizer)):
+            stack.enter_context(deferred(one))
+        optimizer.step()
+
+
 def try_steps(
     optimizer: torch.optim.Optimizer,
     options: dict[str, Any],
@@ -234,7 +243,7 @@ def try_steps(
             for param, own_grads in zip(params, grads, strict=True):
                 param.grad = own_grads[step].clone()
             with watch or nullcontext():
-                built.step()
+                trial_step(built)
         return built, params, _kept_apart(built, params)
 
 
@@ -355,7 +364,7 @@ def state_after_a_step(optimizer: torch.optim.Optimizer, group: int, param: Tens
     state: Any = defaultdict(dict)
     options = copy.deepcopy(options_of(optimizer.param_groups[group]))
     with random_kept(optimizer), torch.compiler.set_stance("force_eager"), unchanged(optimizer):
-        clone(optimizer, [{**options, "params": [twin]}], state, [optimizer.param_groups[group]]).step()
+        trial_step(clone(optimizer, [{**options, "params": [twin]}], state, [optimizer.param_groups[group]]))
     return dict(state[twin])
 
 
@@ -379,7 +388,7 @@ def state_types(optimizer: torch.optim.Optimizer, dtype: torch.dtype, device: to
             if optimizer.state:  # made at construction
                 trial.state = state = build_anew(optimizer, [{**values, "params": [vector]}]).state
             with unchanged(optimizer):
-                trial.step()
+                trial_step(trial)
         except Exception:  # another library's optimizer may raise any error on a tensor that it was not made for
             return {"state 1": torch.float32, "state 2": torch.float32}
         entries = state[vector].items() if vector in state else ()

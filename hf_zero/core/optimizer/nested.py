@@ -15,7 +15,17 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from hf_zero.core.optimizer.clones import TRIAL_STEPS, CollectiveError, clone, give, options_of, random_kept, trial_data, unchanged
+from hf_zero.core.optimizer.clones import (
+    TRIAL_STEPS,
+    CollectiveError,
+    clone,
+    give,
+    options_of,
+    random_kept,
+    trial_data,
+    trial_step,
+    unchanged,
+)
 from hf_zero.core.optimizer.held_params import nested_of
 from hf_zero.core.optimizer.script_states import NamedStates
 from hf_zero.core.optimizer.step_values import is_foreign
@@ -124,7 +134,7 @@ def _shared_name(optimizer: Optimizer) -> str:
                 with unchanged(optimizer):
                     for grad in grads[:TRIAL_STEPS]:
                         vector.grad = grad.float().flatten()
-                        trial.step()
+                        trial_step(trial)
             except (Exception, CollectiveError):  # another library's step may raise any error
                 continue
             names = [name for one in (trial, *nested_of(trial)) for name in _entries(one.state, vector)]
