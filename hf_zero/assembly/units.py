@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from weakref import ref
 
 import torch
@@ -327,22 +328,47 @@ def _refuse_shared_memory(module: nn.Module, members: Iterable[NamedParam]) -> N
         for name, value in vars(part).items()
         if type(value) is torch.Tensor and f"{name}_orig" not in part._parameters  # torch's spectral_norm computes it in each forward
     }
-    spans = []
+    dense, with_gaps = [], []  # spans of memory; in the gaps of one another tensor may lie
     for name, tensor in (*held.items(), *module.named_buffers(), *kept.items()):
         if tensor.numel() and not tensor.is_meta and tensor.layout is torch.strided:
             reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-            if reach == tensor.numel():  # no gaps, in which another tensor may lie
-                spans.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name))
+            span = tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size(), name, tensor
+            (dense if reach == tensor.numel() else with_gaps).append(span)
     furthest, before = 0, ""  # end of the tensors so far, and the name of the one that ends there
-    for start, stop, name in sorted(spans):
+    for start, stop, name, _ in sorted(dense, key=itemgetter(0, 1, 2)):
         if start < furthest and (name in trained or before in trained):
-            raise StateError(
-                f"{before} and {name} are two tensors that share memory: in PyTorch an update of one changes both, but the engine copies "
-                "them, so their values would differ. To tie them, assign the parameter itself (head.weight = embed.weight); else clone it. "
-                "If an adapter's option ties them (ensure_weight_tying), turn it off, or add the adapter to only one of the two layers"
-            )
+            raise _shared_memory(before, name)
         if stop > furthest:
             furthest, before = stop, name
+    for index, (start, stop, name, tensor) in enumerate(with_gaps):
+        for other_start, other_stop, other, value in (*dense, *with_gaps[:index]):
+            overlaps = start < other_stop and other_start < stop and value is not tensor
+            if overlaps and (name in trained or other in trained) and _have_common_bytes(value, tensor):
+                raise _shared_memory(other, name)
+
+
+def _have_common_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two strided tensors, whose spans of memory overlap, have elements there in common."""
+    start = min(one.data_ptr(), other.data_ptr())
+    views = []
+    for tensor in (one, other):
+        width, strides = tensor.element_size(), tensor.stride()
+        sizes = [size if stride else 1 for size, stride in zip(tensor.shape, strides, strict=True)]  # an expanded dimension has one element
+        views.append(((*sizes, width), (*[stride * width for stride in strides], 1), tensor.data_ptr() - start))
+    reach = max(
+        1 + first + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) for sizes, strides, first in views
+    )
+    used = torch.zeros(reach, dtype=torch.bool)
+    used.as_strided(*views[0]).fill_(True)
+    return bool(used.as_strided(*views[1]).any())
+
+
+def _shared_memory(one: str, other: str) -> StateError:
+    return StateError(
+        f"{one} and {other} are two tensors that share memory: in PyTorch an update of one changes both, but the engine copies "
+        "them, so their values would differ. To tie them, assign the parameter itself (head.weight = embed.weight); else clone it. "
+        "If an adapter's option ties them (ensure_weight_tying), turn it off, or add the adapter to only one of the two layers"
+    )
 
 
 def _passing_bytes(members: Iterable[NamedParam]) -> int:

@@ -135,6 +135,47 @@ def _memory_in_common() -> None:
                 hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0].destroy()
 
 
+class _Slices(nn.Module):
+    """Two trained matrices over one larger tensor: columns that overlap, or lie beside each other; or an attribute over some columns."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        base = torch.randn(4, 6)
+        self.first = nn.Parameter(base[:, :4])
+        self.second = nn.Parameter({"overlap": base[:, 3:], "beside": base[:, 4:], "attribute": base[:, 4:], "transposed": base.t()}[kind])
+        if kind == "attribute":
+            self.window = base[1:3, 3:5].expand(3, 2, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return (inputs @ self.first).square().sum() + (inputs @ self.second).square().sum()
+
+
+def _slices_in_common() -> None:
+    """Slices of a tensor with elements in common are refused by name; slices that lie beside each other train as in plain PyTorch."""
+    import hf_zero
+    from hf_zero.errors import StateError
+
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0, "zero_optimization": {"stage": 1}}
+    for kind, other in (("overlap", "second"), ("transposed", "second"), ("attribute", "window")):
+        model = _Slices(kind)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(StateError, match=rf"((first|second) and {other}|second and first) are two tensors that share memory"):
+            hf_zero.initialize(model=model, optimizer=optimizer, config=config)
+    inputs, models = torch.linspace(-1, 1, 8).view(2, 4), [_Slices("beside"), _Slices("beside")]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    engine = hf_zero.initialize(model=models[1], optimizer=optimizers[1], config=config)[0]
+    for _ in range(2):
+        optimizers[0].zero_grad()
+        models[0](inputs).backward()
+        optimizers[0].step()
+        engine.backward(engine(inputs))
+        engine.step()
+    for plain, param in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(param.detach(), plain.detach())
+    engine.destroy()
+
+
 def _recomputed_attribute() -> None:
     """torch's old ``spectral_norm`` leaves a plain tensor over the parameter's memory, and computes it anew in each forward."""
     import hf_zero
@@ -194,3 +235,7 @@ def test_memory_in_common_is_refused_by_name() -> None:
 
 def test_an_attribute_that_each_forward_computes_anew_is_no_second_parameter() -> None:
     ranks.run_ranks(_recomputed_attribute, 2)
+
+
+def test_slices_of_one_tensor() -> None:
+    ranks.run_ranks(_slices_in_common, 1)
