@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 import hf_zero
+from hf_zero import observe
 from hf_zero.core.units.unit import find_unit
 from hf_zero.errors import StateError
 from tests.support import ranks
+from tests.support.logged import messages_of_log
 from tests.support.models import CASES, class_loss
 from tests.support.parity import DTYPES, Run, cast_model, collect, initialize, prepare
 from tests.support.parity import Trace as Trained
@@ -108,3 +110,38 @@ def test_parts_take_values(dtype: str) -> None:
 
 def test_a_divided_parameter_says_where_to_set_it() -> None:
     ranks.run_ranks(_refused, 2)
+
+
+def _converted(stage: int) -> None:
+    """The values that ``model.to(dtype)`` rounds count, the types stay, and one warning says so."""
+    run = Run(stage)
+    plain, engine = MLP.build(), initialize(MLP.build(), run)
+    masters = list(plain.parameters())
+    optimizer = torch.optim.AdamW(masters, lr=run.lr, betas=(0.9, 0.99), eps=run.eps, weight_decay=run.weight_decay)
+    observe._warned.clear()
+    for step, dtype in enumerate((None, torch.float32, torch.bfloat16, torch.float64)):
+        class_loss(plain, MLP.rows(step, 0, 0)).backward()
+        with messages_of_log() as lines:
+            engine.backward(class_loss(engine, MLP.rows(step, 0, 0)))
+            if dtype is not None:
+                with hf_zero.zero.GatheredParameters(list(engine.module.parameters()), enabled=stage == 3):
+                    engine.module.to(dtype)
+                with torch.no_grad():
+                    for param in masters:
+                        param.copy_(param.to(dtype))
+            engine.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        warned = [line for line in lines if "were converted" in line]
+        assert len(warned) == (dtype not in (None, torch.float32)), lines
+        assert all(f"from torch.float32 to {dtype} after initialize()" in line for line in warned)
+    weights = collect(engine, Trained()).weights
+    assert {value.dtype for value in weights.values()} == {torch.float32}
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(weights[name], param.detach(), rtol=1e-4, atol=1e-4)  # at stage 0 gradients are rounded too
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_model_that_is_converted_keeps_its_types_with_a_warning(stage: int) -> None:
+    ranks.run_ranks(_converted, 1, stage)

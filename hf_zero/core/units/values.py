@@ -18,6 +18,7 @@ from hf_zero.core.units.sharded_parameter import point
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import StateError
 from hf_zero.native.masters import same_bits
+from hf_zero.observe import warn_once
 from hf_zero.system.planning import has_values
 
 
@@ -79,6 +80,7 @@ def agree_on_scales(units: Iterable[Unit]) -> None:
 def write_back(unit: Unit) -> None:
     """Copy this rank's part of the whole buffer into shard and master, after the parameters were written to; local."""
     unit.whole.adopt(separate=partial(separate, unit))
+    _warn_of_types(unit)
     if unit.reshards:
         values = unit.full[unit.owned.start : unit.owned.stop]
         if not unit.exact:  # elements that still equal their code's value were not written to
@@ -116,6 +118,7 @@ def adopt_writes(unit: Unit, idle: bool = True) -> None:
         return
     assigned, written = unit.whole.adopt(idle, partial(separate, unit))
     _refuse_shared(unit)
+    _warn_of_types(unit)
     unit.derived.changes += bool(assigned or written)
     if (assigned or written) and unit.trainable and unit.layout.world > 1:
         unit.written.touched.update(slot.name for slot in (*assigned, *written))
@@ -132,6 +135,18 @@ def _refuse_shared(unit: Unit) -> None:
     shared, unit.whole.shared = unit.whole.shared, ""
     if shared:
         raise StateError(shared)
+
+
+def _warn_of_types(unit: Unit) -> None:
+    """Warn that a script has converted parameters to other types, which the engine does not follow; local."""
+    converted, unit.whole.converted = unit.whole.converted, set()
+    for types in sorted(converted) if unit.built is None else ():
+        warn_once(
+            f"parameters were converted {types} after initialize(), by model.to(dtype) or param.data = value: an engine keeps the types of "
+            "its parameters, which have their own type and the rounded values from the next step on. To train in another precision "
+            "convert the model before initialize(), or set bf16, fp16 or torch_autocast in the configuration; to save another type "
+            "convert the state dict"
+        )
 
 
 def adopt_present_writes(unit: Unit) -> None:

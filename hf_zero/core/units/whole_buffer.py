@@ -85,6 +85,7 @@ class WholeBuffer:
         flat: The buffer.
         nbytes: Bytes that it takes while allocated.
         shared: Error of a parameter that was pointed at the memory of another one; "" if there is none.
+        converted: Types of assigned data that ``adopt`` has cast, each as "from A to B".
 
     Args:
         layout: Offsets of the parameters.
@@ -103,6 +104,7 @@ class WholeBuffer:
     ) -> None:
         self.flat = flat
         self.shared = ""
+        self.converted: set[str] = set()
         mark_resident(flat)
         self.nbytes = flat.untyped_storage().nbytes()
         self._layout = layout
@@ -262,6 +264,8 @@ class WholeBuffer:
                     separate()
                 if not idle and not torch.equal(view, param.data):
                     raise _needed(slot.name)
+                if param.dtype != view.dtype:
+                    self.converted.add(f"from {view.dtype} to {param.dtype}")
                 view.copy_(param.data)
                 param.data = view
                 assigned.append(slot)
