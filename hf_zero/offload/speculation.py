@@ -251,7 +251,7 @@ class Speculator:
             scale: Loss scale of the gradients.
         """
         self._segments, self._stepper = segments, stepper
-        self._factor = float(torch.ones(()) / scale)  # bit for bit the divisor of a step without clipping
+        self._factor = float(torch.ones((), dtype=torch.float32) / scale)  # bit for bit the divisor of a step without clipping
 
     def arrived(self, unit: Unit, grad: torch.Tensor, settle: Callable[[Unit], None]) -> None:
         """Start the speculation of ``unit``, whose gradient is reduced and can be read after ``settle(unit)``."""

@@ -200,7 +200,7 @@ class CompressedUnit:
             take(table, message[self._bits], _scales_of(message, table), self._targets(index, step), self._alive_in(index), _threads())
         for segment in self._segments:
             state = self._state(segment)
-            state["step"] = torch.as_tensor(state.get("step", 0.0)).fill_(float(step))
+            state["step"] = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32).fill_(float(step))
 
     def _targets(self, index: int, step: int) -> list[Target]:
         """Return the targets of decoding: the pieces of this rank's segments inside part ``index``; no chunk crosses a segment's end."""

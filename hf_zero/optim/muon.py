@@ -99,7 +99,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     def _update_others(self, params: list[torch.Tensor], group: Mapping[str, Any]) -> None:
         for param in params:
             if not self.state[param]:
-                self.state[param].update(step=torch.zeros(()), exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
+                step = torch.zeros((), dtype=torch.float32)  # a script's default dtype of 16 bit counts to 256
+                self.state[param].update(step=step, exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
         firsts, seconds, steps = ([self.state[param][name] for param in params] for name in ("exp_avg", "exp_avg_sq", "step"))
         beta1, beta2 = group["betas"]
         update = adamw if self.adam_w_mode else adam

@@ -132,7 +132,7 @@ class OneBitAdam(torch.optim.AdamW):
                 for param, first, second in zip(params, firsts, seconds, strict=True):
                     state = self.state[param]
                     step = int(state.get("step", 0)) + 1
-                    state["step"] = torch.tensor(float(step))
+                    state["step"] = torch.tensor(float(step), dtype=torch.float32)
                     move(param.data, first, second, move_rule(group, step, step))
 
     # -- when the warm-up ends ------------------------------------------------------------------------------------------

@@ -120,6 +120,23 @@ def test_standard_muon_is_torchs_bit_for_bit_and_the_rest_is_adamw() -> None:
         assert torch.equal(value, expected)
 
 
+def test_the_steps_of_muons_other_parameters_are_counted_in_fp32() -> None:
+    """A default dtype of 16 bit, which scripts set, would count to 256."""
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        param = nn.Parameter(torch.ones(3, dtype=torch.float32))
+        optimizer = MuonWithAuxAdam([{"params": [param], "use_muon": False, "lr": 0.01}])
+        torch.set_default_dtype(dtype)
+        try:
+            for step in range(300):
+                param.grad = torch.full_like(param, 1.0 + step % 3)
+                optimizer.step()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        found.append(param.detach().clone())
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("shape", [(6, 4), (4, 4), (3, 40)])
 def test_both_methods_are_the_same_polynomial(shape: tuple[int, int]) -> None:
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(2))

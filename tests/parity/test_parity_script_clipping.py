@@ -69,10 +69,19 @@ def _train(stage: int, clip: Clip, accumulation: int, offload: bool) -> None:
     engine.destroy()
 
 
+def _in_another_default_dtype(model: nn.Module, optimizer: Any, step: int) -> list[torch.Tensor]:
+    """The norm has the type of the gradients, not the one that the script gives to new tensors."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        return _all(model, optimizer, step)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def _clipped(stage: int) -> None:
     from hf_zero.errors import StateError, UnsupportedError
 
-    for clip in (_all, _parts, _groups, _in_two_calls):
+    for clip in (_all, _parts, _groups, _in_two_calls, _in_another_default_dtype):
         _train(stage, clip, 1, False)
     _train(stage, _all, 2, stage > 0)
     if stage == 0:  # param.grad is visible, and torch clips it

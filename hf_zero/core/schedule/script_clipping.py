@@ -80,7 +80,7 @@ def clip_by_norm(attached: Iterable[Any], params: list[torch.Tensor], max_norm: 
     factor = torch.clamp(max_norm / (norm + EPSILON), max=1.0)
     for waiting in (first, *others):
         waiting.multiply(factor)
-    total_norm.data = norm.to(total_norm.device, total_norm.dtype)
+    total_norm.data = norm.to(total_norm.device)  # torch's norm of no gradients has the default dtype of the script
     return first.loss_scale
 
 

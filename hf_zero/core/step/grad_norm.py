@@ -101,7 +101,7 @@ def global_norm(
         collectives.all_reduce(beside, "loss").wait()
         beside = None
     if not shards and model is None:
-        return torch.zeros((), device=collectives.topology.device)
+        return torch.zeros((), dtype=torch.float32, device=collectives.topology.device)
     device = collectives.topology.device
     sums = _sum_of_squares(shards, device, threads).reshape(1) if model is None else _sums_over_model(shards, model, device, threads)
     if sharded:

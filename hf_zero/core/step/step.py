@@ -382,7 +382,7 @@ class Stepper:
         self.reducer.clear(shows=keeps)
         self.buffers.send(agreed.buffers)
         if keeps:
-            pending = torch.tensor(1.0 / self.scaler.scale) if factor is None else factor
+            pending = torch.tensor(1.0 / self.scaler.scale, dtype=torch.float32) if factor is None else factor
             unscaled = [None if shard._version != count else pending for shard, count in zip(shards, counts, strict=True)]
             self.reducer.shown.reads.keep(zip(trained_of(self.optimizer.units), shards, unscaled, strict=True))
         if overflow:
