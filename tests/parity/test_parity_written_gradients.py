@@ -355,3 +355,19 @@ def _hooks_after_the_engine(stage: int) -> None:
 @pytest.mark.parametrize("stage", slow_but((0, 1, 2, 3), 2, 3))
 def test_hooks_of_a_script_on_parameters(stage: int) -> None:
     ranks.run_ranks(_hooks_after_the_engine, 2, stage)
+
+
+def _hook_with_a_result(stage: int) -> None:
+    model = CASES["mlp"].build()
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: param.grad)
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
+    engine = hf_zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)[0]
+    with pytest.raises(RuntimeError, match="post accumulate grad hooks should return None"):
+        engine.backward(class_loss(engine, CASES["mlp"].rows(0, 0, 0)))
+    engine.destroy()
+
+
+def test_a_hook_that_returns_a_value_gets_torchs_error() -> None:
+    for stage in (0, 3):
+        ranks.run_ranks(_hook_with_a_result, 1, stage)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 from weakref import WeakMethod, ref
 
 import torch
@@ -124,8 +124,8 @@ class BackwardPhase:
         added, weak_self, weak_entry = entry.collected.in_place, ref(self), ref(entry)
 
         def collect(param: torch.Tensor) -> None:
-            phase, entry = weak_self(), weak_entry()
-            if index in added or phase is None or entry is None:
+            phase, entry, hooks = weak_self(), weak_entry(), cast(Any, param._post_accumulate_grad_hooks)
+            if index in added or phase is None or entry is None or hooks is None:  # no hooks: a hook has returned ``param``, torch raises
                 return
             if not phase._collects:
                 if phase.reducer is not None:
@@ -138,7 +138,6 @@ class BackwardPhase:
                     set_gradient(param, grad)
             if not phase.begun:
                 phase._notice()
-            hooks: Any = param._post_accumulate_grad_hooks
             if next(reversed(hooks)) != number[0] and number[0] in hooks:
                 hooks[number[0]] = hooks.pop(number[0])  # autograd ignores ``move_to_end``
                 phase._left.append((entry, index))
