@@ -25,8 +25,11 @@ _OF_TRL = frozenset(
     f"zero_optimization.{name}" for name in ("reduce_bucket_size", "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size")
 )
 """Keys that TRL always adds together to the configuration of a model that it only runs (a reference, a reward). They have no reader."""
-_PUBLISHED_MISSPELLINGS = ("grandient_accumulation_steps",)
-"""Misspellings in DeepSpeed's own files for pipelines, which DeepSpeed ignores; other misspellings are errors."""
+_PUBLISHED_MISSPELLINGS = {
+    "grandient_accumulation_steps": "gradient_accumulation_steps",  # DeepSpeed's own files for pipelines
+    "gradient_accumulation_dtype": "data_types.grad_accum_dtype",  # files that EVA-CLIP writes
+}
+"""Misspellings in published files, which DeepSpeed ignores, and the keys that they mean; other misspellings are errors."""
 _MOST_UNKNOWN = 100
 """Maximum number of unknown keys: each is compared with all known keys, which takes time."""
 
@@ -186,10 +189,11 @@ class Speller:
             self.problems.warn(key, f'is ignored: dots in a key form no path. To set the value, write {{"{block}": {{"{name}": ...}}}}')
             return
         guess = nearest(key, spellings_of(ZeroConfig)) or nearest_elsewhere(key)
-        if key in _PUBLISHED_MISSPELLINGS:
+        meant = _PUBLISHED_MISSPELLINGS.get(key)
+        if meant is not None:
             self.problems.warn(
                 key,
-                (f"is ignored, as by DeepSpeed: configurations that DeepSpeed published misspell `{guess}` so; to set it, write `{guess}`"),
+                f"is ignored, as by DeepSpeed: published configurations misspell `{meant}` so; to set it, write `{meant}`",
             )
         elif guess:
             self.problems.error(key, f"is unknown; did you mean `{guess}`?")

@@ -121,6 +121,7 @@ NUMBERS = {
 TAKES_LISTS = [path for path, key in NUMBERS.items() if "list" in key.type_text]
 BELOW_ZERO = {
     "flops_profiler.module_depth": -1,
+    "flops_profiler.profile_step": -1,
     "scheduler.params.decay_mom_rate": -1e300,
     "scheduler.params.last_batch_iteration": -1,
     "zero_optimization.mics_shard_size": -1,

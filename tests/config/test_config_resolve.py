@@ -144,6 +144,17 @@ def test_keys_of_fp16_in_bf16_have_no_effect() -> None:
     assert {fates[f"bf16.{name}"] for name in scale} == {"accepted"} and fates["bf16.enabled"] == "used"
 
 
+def test_keys_that_image_models_write_have_no_effect() -> None:
+    """Scripts that were made from BEiT's (EVA, EVA-CLIP) write the mode of Adam beside its params, and a profiler that profiles no step."""
+    profiler = {"enabled": True, "profile_step": -1, "module_depth": -1, "top_modules": 1, "detailed": True}
+    optimizer = {"type": "Adam", "adam_w_mode": True, "params": {"lr": 1e-3, "bias_correction": True}}
+    found = resolve({"train_micro_batch_size_per_gpu": 2, "optimizer": optimizer, "flops_profiler": profiler})
+    assert found.config.flops_profiler is not None and found.config.flops_profiler.profile_step == -1
+    assert {row.key: row.fate for row in found.table()}["optimizer.adam_w_mode"] == "accepted"
+    with pytest.raises(ConfigError, match=r"profile_step.* is -2"):
+        resolve({"flops_profiler": profiler | {"profile_step": -2}})
+
+
 def test_auto_is_accepted_for_every_key() -> None:
     """Whatever a file leaves to "auto" has a value afterwards, or is gone; only keys for which "auto" is a value keep it."""
 

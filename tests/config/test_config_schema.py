@@ -113,6 +113,7 @@ OTHER_RELEASES = {"compile.enabled", "compile.disable", "compile.backend", "comp
     "bf16.loss_scale_window",
     "bf16.hysteresis",
     "bf16.min_loss_scale",
+    "optimizer.adam_w_mode",
 }  # of DeepSpeed, not of the one that the list is of
 
 

@@ -75,7 +75,9 @@ class FlopsProfiler(Section, switch="enabled"):
     recompute_fwd_factor: NonNegative = part(
         0.0, "Fraction of forward that activation checkpointing recomputes (1 for all); the report lists recomputation separately"
     )
-    profile_step: Size = part(1, "Optimizer steps before the one that is profiled; 0 profiles the first, without warm-up")
+    profile_step: Annotated[Int, Field(ge=-1)] = part(
+        1, "Optimizer steps before the one that is profiled; 0 profiles the first, without warm-up; -1 profiles none"
+    )
     module_depth: Annotated[Int, Field(ge=-1)] = part(-1, "Depth of the modules in the report; -1 is all")
     top_modules: Size = part(1, "Number of module classes listed per depth: those with the most parameters, operations and time")
     detailed: Bool = part(True, "Print a line for every module")

@@ -94,6 +94,9 @@ class Optimizer(Section):
     legacy_fusion: Bool = accepted(
         False, "Use the older fused fp16 wrapper for a fused optimizer", "fp16 training has one implementation, over flat units"
     )
+    adam_w_mode: Bool = accepted(
+        True, "Written by some configurations beside params instead of in it", "DeepSpeed does not read it here; write it in params"
+    )
     params: dict[str, Any] | None = used(None, "Keyword arguments of the optimizer constructor", model=OptimizerParams)
 
 
