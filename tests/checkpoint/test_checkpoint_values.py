@@ -8,6 +8,7 @@ import json
 import math
 import pathlib
 import random
+import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from typing import Any
@@ -96,6 +97,34 @@ def test_random_states_come_back() -> None:
     random.setstate(back["python"])
     np.random.set_state(back["numpy"])  # noqa: NPY002
     torch.set_rng_state(back["torch"])
+
+
+class HistoryBuffer:
+    """A series of logged values with the constructor and the names of mmengine's class; its trainers save some with each checkpoint."""
+
+    def __init__(self, log_history: Any = (), count_history: Any = (), max_length: int = 1_000_000) -> None:
+        self.max_length = max_length
+        self.data = np.array(log_history), np.array(count_history)
+
+
+HISTORY = "mmengine.logging.history_buffer"
+
+
+def test_series_of_mmengine_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HistoryBuffer, "__module__", HISTORY)
+    found = types.ModuleType(HISTORY)
+    found.HistoryBuffer = HistoryBuffer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, HISTORY, found)
+    hub = {"log_scalars": {"train/loss": HistoryBuffer([0.5, 0.25], [1, 2], 7)}, "runtime_info": {"epoch": 1}}
+    back = round_trip(hub)["log_scalars"]["train/loss"]
+    assert type(back) is HistoryBuffer and back.max_length == 7
+    assert [list(values) for values in back.data] == [[0.5, 0.25], [1, 2]] and back.data[1].dtype == np.int64
+    written = Encoder().encode(hub, "client_state")
+    monkeypatch.setitem(sys.modules, HISTORY, None)
+    with pytest.raises(CheckpointError, match="install mmengine"):
+        Decoder({}.__getitem__, "index.json").decode(written)
+    with pytest.raises(CheckpointError, match=r"subprocess\.Popen"):
+        Decoder({}.__getitem__, "index.json").decode({"$": "rebuilt", "class": "subprocess.Popen", "items": {"args": "true"}})
 
 
 def _schedulers() -> dict[str, Any]:

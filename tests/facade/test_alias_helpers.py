@@ -240,6 +240,18 @@ def test_what_the_configuration_names_is_marked(stage: int) -> None:
     ranks.run_ranks(_configured, 2, stage)
 
 
+def _read_as_deepspeeds(folder: str) -> None:
+    engine = initialize(CASES["mlp"].build(), Run(3))
+    engine.save_checkpoint(folder, tag="epoch_1.pth", client_state={"meta": {"seed": 5}})
+    files = state_files.get_model_state_files(f"{folder}/epoch_1.pth")
+    assert [torch.load(file)["meta"]["seed"] for file in files] == [5]
+    engine.destroy()
+
+
+def test_counters_and_client_state_are_in_a_file_for_torch(tmp_path: Path) -> None:
+    ranks.run_ranks(_read_as_deepspeeds, 1, str(tmp_path))
+
+
 def test_files_of_foreign_checkpoints() -> None:
     assert state_files.get_model_ckpt_name_for_rank("a", "00") == "a/mp_rank_00_model_states.pt"
     assert state_files.VOCABULARY_PARAMETER_PATTERNS == "vocabulary_parameter_patterns"

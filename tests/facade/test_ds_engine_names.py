@@ -332,6 +332,8 @@ def _whole_weights_loaded(stage: int) -> None:
     other = MLP.build(1).state_dict()
     engine = initialize(MLP.build(), Run(stage))
     gathered = engine._consolidated_16bit_state_dict()
+    if gathered is not None:
+        gathered._metadata = {}  # type: ignore[attr-defined]  # mmengine does so: the dict takes attributes, as DeepSpeed's
     assert (held_weights.held_for(engine.module) is not None) is (gathered is not None)
     given = other if ranks.rank() == 0 or stage < 3 else {}
     engine.load_module_state_dict({"module": given, "step": 1} if stage == 1 else given, strict=ranks.rank() == 0 or stage < 3)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import base64
 import datetime
+import importlib
 import math
 import pathlib
 import pickle
@@ -52,6 +53,14 @@ _TIMES = (datetime.datetime, datetime.date, datetime.time)
 _NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
 _FACTORIES: dict[str, Any] = {"None": None, **{kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)}}
 _MOST_DIMENSIONS = 8
+_REBUILT: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "mmengine.logging.history_buffer.HistoryBuffer": lambda made: {
+        "log_history": made.data[0],
+        "count_history": made.data[1],
+        "max_length": made.max_length,
+    },
+}
+"""Classes whose objects the trainers of other libraries save with every checkpoint, and the arguments that make an equal object."""
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -130,6 +139,8 @@ class Encoder:
 
     def _other(self, value: Any, path: str) -> Any:
         name = f"{type(value).__module__}.{type(value).__qualname__}"
+        if name in _REBUILT:
+            return {_TAG: "rebuilt", "class": name, "items": self.encode(_REBUILT[name](value), path)}
         if not self._may_pickle:
             raise CheckpointError(
                 f"{path} is a {name}, which cannot be saved without pickle. Allowed are None, numbers, strings, bytes, lists, tuples, "
@@ -284,8 +295,24 @@ class Decoder:
             "set": lambda data: set(self.decode(data["items"])),
             "frozenset": lambda data: frozenset(self.decode(data["items"])),
             "dict": lambda data: {self.decode(key): self.decode(item) for key, item in data["items"]},
+            "rebuilt": lambda data: _class_of(data["class"])(**self.decode(data["items"])),
             "OrderedDict": lambda data: OrderedDict((self.decode(key), self.decode(item)) for key, item in data["items"]),
         }
+
+
+def _class_of(name: str) -> Any:
+    """Return the class ``name`` of ``_REBUILT``; its module is imported.
+
+    Raises:
+        CheckpointError: The library is not installed.
+    """
+    if name not in _REBUILT:
+        raise ValueError(f"objects of {name} are not rebuilt")
+    module, _, attribute = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise CheckpointError(f"the checkpoint has objects of {name}: install {module.partition('.')[0]} to read it") from error
 
 
 def _read_scalar(value: Any, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:

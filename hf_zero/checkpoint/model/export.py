@@ -9,6 +9,7 @@ import mmap
 import os
 import shutil
 import tempfile
+from collections import OrderedDict
 from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
@@ -160,7 +161,8 @@ def consolidated_state_dict(
         agreement.quickly(collectives, "gathering the whole model", lambda: _raise(failure))
     else:
         _on_first_of_both(collectives, model, "gathering the whole model", lambda: _raise(failure))
-    return {name: copies[id(value)] for name, value in entries.items()} if keeps else None
+    # Like a module's, the dict takes attributes: mmengine sets _metadata on it, as on DeepSpeed's.
+    return OrderedDict((name, copies[id(value)]) for name, value in entries.items()) if keeps else None
 
 
 def _entries(module: nn.Module, exclude_frozen_parameters: bool, kept: Container[str] = ()) -> dict[str, torch.Tensor]:

@@ -257,6 +257,7 @@ PROVIDED: Final[dict[str, str]] = {
         "hf_zero.checkpoint.zero_to_fp32:load_state_dict_from_zero_checkpoint"
     ),
     "deepspeed.utils.zero_to_fp32.get_model_state_file": "hf_zero.deepspeed.served.state_files:get_model_state_file",
+    "deepspeed.utils.zero_to_fp32.get_model_state_files": "hf_zero.deepspeed.served.state_files:get_model_state_files",
     "deepspeed.utils.zero_to_fp32.get_optim_files": "hf_zero.deepspeed.served.state_files:get_optim_files",
     **{f"deepspeed.checkpointing.{name}": f"hf_zero.deepspeed.served.checkpointing:{name}" for name in _CHECKPOINTING},
     **{

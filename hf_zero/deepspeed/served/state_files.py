@@ -112,6 +112,18 @@ def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int
     return _write({**index.counters, **_client_state(folder, index)}, "model_states")
 
 
+def get_model_state_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
+    """Return a list with the one file of ``get_model_state_file``; DeepSpeed has one file per rank at stage 3.
+
+    Args:
+        checkpoint_dir: Folder of the checkpoint (with its tag).
+
+    Raises:
+        CheckpointError: The folder is not a complete checkpoint.
+    """
+    return [get_model_state_file(checkpoint_dir, 0)]
+
+
 def read_client_state(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the script's ``client_state`` of the checkpoint that ``latest`` in ``checkpoint_dir`` names: rank 0's; local.
 
