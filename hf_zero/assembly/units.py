@@ -328,7 +328,8 @@ def _refuse_shared_memory(module: nn.Module, members: Iterable[NamedParam]) -> N
         for name, value in vars(part).items()
         if type(value) is torch.Tensor and f"{name}_orig" not in part._parameters  # torch's spectral_norm computes it in each forward
     }
-    dense, with_gaps = [], []  # spans of memory; in the gaps of one another tensor may lie
+    dense: list[tuple[int, int, str, torch.Tensor]] = []  # spans of memory
+    with_gaps: list[tuple[int, int, str, torch.Tensor]] = []  # in whose gaps another tensor may lie
     for name, tensor in (*held.items(), *module.named_buffers(), *kept.items()):
         if tensor.numel() and not tensor.is_meta and tensor.layout is torch.strided:
             reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
