@@ -148,8 +148,8 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             "caches are sent",
-            "module._buffers.keys() - module._non_persistent_buffers_set",
-            "module._buffers.keys()",
+            "buffers.keys() - module._non_persistent_buffers_set",
+            "buffers.keys()",
             (BUFFERS,),
         ),
         ("buffers that were loaded again are sent", "return self.sum != before or (", "return True or (", (BUFFERS,)),

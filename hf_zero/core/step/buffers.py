@@ -138,10 +138,12 @@ class WrittenBuffers:
         for path, module in self._module.named_modules():
             if has_own_buffers(module):
                 apart = (*apart, f"{path}.")
-            for key in module._buffers.keys() - module._non_persistent_buffers_set:
+            # A module that torch.jit has made shows its tensors in a list.
+            buffers = module._buffers if isinstance(module._buffers, dict) else dict(module._buffers.items())
+            for key in buffers.keys() - module._non_persistent_buffers_set:
                 name = f"{path}.{key}" if path else key
                 if name not in self._watched and name not in ignored and not name.startswith(apart):
-                    self._watched[name] = _Watched(module._buffers, key)
+                    self._watched[name] = _Watched(buffers, key)
 
     def _agree(self) -> None:
         """Agree on the buffers that every step sends: all that some rank has found, if they have one shape and dtype; collective."""

@@ -80,7 +80,8 @@ def agree_on_scales(units: Iterable[Unit]) -> None:
 def write_back(unit: Unit) -> None:
     """Copy this rank's part of the whole buffer into shard and master, after the parameters were written to; local."""
     unit.whole.adopt(separate=partial(separate, unit))
-    _warn_of_types(unit)
+    if unit.whole.converted:
+        _warn_of_types(unit)
     if unit.reshards:
         values = unit.full[unit.owned.start : unit.owned.stop]
         if not unit.exact:  # elements that still equal their code's value were not written to
@@ -118,7 +119,8 @@ def adopt_writes(unit: Unit, idle: bool = True) -> None:
         return
     assigned, written = unit.whole.adopt(idle, partial(separate, unit))
     _refuse_shared(unit)
-    _warn_of_types(unit)
+    if unit.whole.converted:
+        _warn_of_types(unit)
     unit.derived.changes += bool(assigned or written)
     if (assigned or written) and unit.trainable and unit.layout.world > 1:
         unit.written.touched.update(slot.name for slot in (*assigned, *written))
