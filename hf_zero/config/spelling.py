@@ -27,9 +27,11 @@ _OF_TRL = frozenset(
 """Keys that TRL always adds together to the configuration of a model that it only runs (a reference, a reward). They have no reader."""
 _PUBLISHED_MISSPELLINGS = {
     "grandient_accumulation_steps": "gradient_accumulation_steps",  # DeepSpeed's own files for pipelines
-    "gradient_accumulation_dtype": "data_types.grad_accum_dtype",  # files that EVA-CLIP writes
+    "gradient_accumulation_dtype": "data_types.grad_accum_dtype",  # files that EVA-CLIP writes, and the next two, at its stage 3
+    "stage3_max_live_parameters": "zero_optimization.stage3_max_live_parameters",
+    "stage3_max_reuse_distance": "zero_optimization.stage3_max_reuse_distance",
 }
-"""Misspellings in published files, which DeepSpeed ignores, and the keys that they mean; other misspellings are errors."""
+"""Misspelled and misplaced keys in published files, which DeepSpeed ignores, and the keys that they mean; others are errors."""
 _MOST_UNKNOWN = 100
 """Maximum number of unknown keys: each is compared with all known keys, which takes time."""
 
@@ -193,7 +195,7 @@ class Speller:
         if meant is not None:
             self.problems.warn(
                 key,
-                f"is ignored, as by DeepSpeed: published configurations misspell `{meant}` so; to set it, write `{meant}`",
+                f"is ignored, as by DeepSpeed: published configurations write it for `{meant}`; to set that, write its whole path",
             )
         elif guess:
             self.problems.error(key, f"is unknown; did you mean `{guess}`?")
