@@ -111,12 +111,13 @@ def _matching(module: nn.Module, search: re.Pattern[str]) -> Iterator[torch.Tens
 
 
 _ABOUT_TYPES = re.compile(r"\bd?types?\b", re.IGNORECASE)
+_UNEQUAL = re.compile(r"same dtype|should be the same|expected scalar type")  # two tensors of an operation have different dtypes
 _FIRST_WORDS = "hf_zero: parameters train in"
 _SHOWN = 3
 
 
 def explain_types(engine: Any, error: BaseException, phase: str) -> None:
-    """Add to the message of ``error`` which buffers and parameters keep another type, and how to change that; never raises another error.
+    """Add to the message of ``error`` which tensors have another type, and how to change that; never raises another error.
 
     A buffer keeps the dtype that it was loaded in. A forward that combines it with 16-bit activations computes wider activations, and the
     next layer of torch raises without naming the buffer.
@@ -127,10 +128,16 @@ def explain_types(engine: Any, error: BaseException, phase: str) -> None:
         return
     buffers = _others(engine.module.named_buffers(), dtype)
     params = _others(engine.module.named_parameters(), dtype)
-    if not (buffers or params):
+    if not (buffers or params or _UNEQUAL.search(text)):
         return
     name = str(dtype).removeprefix("torch.")
     lines = [f"{_FIRST_WORDS} {name}."]
+    if not (buffers or params):
+        other = ", or set fp16.auto_cast to true" if dtype == torch.float16 else ""
+        lines.append(
+            f"Buffers are {name} too, so an input of the forward, or a tensor that it makes, has another type. Cast it to {name}{other}. "
+            "torch.autocast around the engine has no effect inside it, as in DeepSpeed"
+        )
     if buffers:
         lines.append(
             f"Buffers stay as they were loaded: {_list(buffers)}. Cast them where the forward uses them, load the model in {name} "

@@ -304,6 +304,12 @@ def _not_cast(stage: int) -> None:
     with pytest.raises(RuntimeError, match=r"(?s)dtype.*Buffers stay as they were loaded:.*table \(float32\).*buffer_dtype"):
         class_loss(engine, prepare(MLP.rows(0, 0, 0), torch.bfloat16))
     engine.destroy()
+    engine = initialize(MLP.build(), Run(stage=stage, dtype="fp16"))
+    rows = MLP.rows(0, 0, 0)
+    with pytest.raises(RuntimeError, match=r"(?s)type.*Buffers are float16 too, so an input.*fp16\.auto_cast.*torch\.autocast"):
+        with torch.no_grad(), torch.autocast("cpu", torch.float16):
+            class_loss(engine, rows)
+    engine.destroy()
 
 
 def _small_cases(folder: str) -> None:
