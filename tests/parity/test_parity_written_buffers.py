@@ -98,13 +98,16 @@ class Counting(nn.Module):
         self.register_buffer("late", torch.zeros(8))
         self.register_buffer("longest", torch.zeros(1))
         self.calls = 0
+        self.register_buffer("mean", nn.Parameter(torch.zeros(8), requires_grad=False))
+        self.norm: nn.Module = nn.Identity()
         self._ddp_params_and_buffers_to_ignore = ["named"]
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.calls += 1
         mean = inputs.mean(0)
-        for buffer in (self.cache, self.named, self.shared):
+        for buffer in (self.cache, self.named, self.shared, self.mean):
             buffer += mean
+        self.norm(inputs)
         if self.calls >= 3:
             self.late += mean
         self.longest = torch.zeros(1 + ranks.rank())
@@ -124,13 +127,17 @@ def _of_rank_zero(engine, name: str) -> bool:  # type: ignore[no-untyped-def]
 
 
 def _which_are_sent(stage: int) -> list[str]:
-    """Train six steps; return the lines about buffers in the log."""
+    """Train eight steps; return the lines about buffers in the log."""
     with messages_of_log() as lines:
         engine = initialize(Counting(), Run(stage=stage, extra=SGD))
-        for step, inputs in enumerate(_batches(6)):
+        for step, inputs in enumerate(_batches(8)):
+            if step in (2, 5):
+                engine.module.norm = nn.BatchNorm1d(8, affine=False)  # found in the steps 4 and 8
             engine.backward(engine(inputs))
             engine.step()
-            assert all(_of_rank_zero(engine, name) for name in ("shared", "made", "late")), step
+            assert all(_of_rank_zero(engine, name) for name in ("shared", "made", "late", "mean")), step
+            if step in (3, 4, 7):
+                assert _of_rank_zero(engine, "norm.running_mean") and engine.module.norm.running_mean.any(), step
             assert not _of_rank_zero(engine, "cache") and not _of_rank_zero(engine, "named")
             assert engine.module.longest.numel() == 1 + ranks.rank()
         assert engine.module.late.abs().sum() > 0
@@ -141,7 +148,8 @@ def _which_are_sent(stage: int) -> list[str]:
 @pytest.mark.parametrize("stage", slow_but(STAGES, 0, 3))
 def test_each_rank_keeps_caches_named_buffers_and_buffers_of_other_shapes(stage: int) -> None:
     first, second = ranks.run_ranks(_which_are_sent, 2, stage)
-    assert ["made, shared:" in line for line in first] == [True, False] and "buffers late:" in first[1] and not second
+    wanted = ("buffers made, mean, shared:", "buffers late:", "buffers norm.num_batches_tracked, norm.running_mean, norm.running_var:")
+    assert [text in line for text, line in zip(wanted, first, strict=True)] == [True] * 3 and not second
 
 
 def _constants(stage: int) -> list[str]:

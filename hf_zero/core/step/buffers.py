@@ -132,17 +132,20 @@ class WrittenBuffers:
                 _broadcast(tensors, self._data)
 
     def _collect(self) -> None:
-        """Find the persistent buffers of the model that are not watched yet; local."""
+        """Find the persistent buffers of the model that are not watched yet, also those of modules that replace others; local."""
         ignored = set(getattr(self._module, _IGNORED, ()))
         apart: tuple[str, ...] = ()
         for path, module in self._module.named_modules():
             if has_own_buffers(module):
                 apart = (*apart, f"{path}.")
-            # A module that torch.jit has made shows its tensors in a list.
-            buffers = module._buffers if isinstance(module._buffers, dict) else dict(module._buffers.items())
+            plain = isinstance(module._buffers, dict)  # a module that torch.jit has made shows its tensors in a list
+            buffers = module._buffers if plain else dict(module._buffers.items())
             for key in buffers.keys() - module._non_persistent_buffers_set:
                 name = f"{path}.{key}" if path else key
-                if name not in self._watched and name not in ignored and not name.startswith(apart):
+                known = self._watched.get(name)
+                if known is not None and (known.buffers is buffers or not plain):
+                    continue
+                if name not in ignored and not name.startswith(apart):
                     self._watched[name] = _Watched(buffers, key)
 
     def _agree(self) -> None:
@@ -184,7 +187,9 @@ class WrittenBuffers:
 
 def _form(buffer: torch.Tensor | None) -> Form | None:
     """Return shape and dtype of a buffer; None if it has no plain values that can be read and written."""
-    if buffer is None or type(buffer) is not torch.Tensor or buffer.is_meta or buffer.layout != torch.strided or buffer.is_inference():
+    if buffer is None or type(buffer) not in (torch.Tensor, nn.Parameter) or buffer.is_meta or buffer.is_inference():
+        return None
+    if buffer.layout != torch.strided:
         return None
     return (buffer.shape, buffer.dtype) if buffer.numel() else None
 
