@@ -16,6 +16,7 @@ WATCHED = frozenset(
         "accelerate.state",
         "accelerate.utils.dataclasses",
         "accelerate.utils.deepspeed",
+        "adapters.trainer",
         "diffusers.models.modeling_utils",
         "lightning.fabric.strategies.deepspeed",
         "lightning.fabric.wrappers",

@@ -360,6 +360,12 @@ BEST = Method(
     "load_best_model_at_end of sentence-transformers keeps the last weights at stage 3, and only logs the error",
     around="hf_zero.integrations.best_model:load_best_model",
 )
+BEST_ADAPTERS = Method(
+    "adapters.trainer",
+    "AdapterTrainer._load_best_model",
+    "load_best_model_at_end of adapters is an error at stage 3",
+    around="hf_zero.integrations.best_model:load_best_model",
+)
 MISSING_KEYS = Method(
     "transformers.modeling_utils",
     "PreTrainedModel._initialize_missing_keys",
@@ -430,5 +436,5 @@ METHODS = (
     STEP_END, SAVE_CHECKPOINT, JIT, SAYS, BACKWARD, BACKWARD_OF_SEVERAL, PREPARE_ONE, PREPARE_MODEL, STEP, ZERO_GRAD, NORM, CLIP,
     CLIP_VALUE, OPERATIONS, MESHES, FILL, PROCESS, OPTIMIZERS, FILL_SHARDED, CONFIGURATION, ARGUMENTS, AGENT, CONTEXT_SIZE, PREPARE_CP,
     CONTEXT, CONTEXT_INPUTS, PARALLELISM, RECURRENT, ACCELERATOR, CPU_OPTIMIZER, INPUTS, LABELS, LOSS, RESIZE, BEST, *HASHES, *COUNTS,
-    *FILES, INJECT, DECOMPOSE,
+    BEST_ADAPTERS, *FILES, INJECT, DECOMPOSE,
 )  # fmt: skip

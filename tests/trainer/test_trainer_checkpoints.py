@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from hf_zero.integrations import best_model
 from tests.support import ranks, trainers
 from tests.support.rows import slow_but
 
@@ -82,11 +83,13 @@ def test_resume_in_fp16(stage: int, trainer_models: Path, tmp_path: Path) -> Non
     ranks.run_ranks(_resume, 2, trainer_models, tmp_path, stage, ("optimizer", "scheduler"), options)
 
 
-def _best_model(models: Path, folder: Path, stage: int) -> None:
-    """A learning rate that destroys the model: the best one is not the last."""
+def _best_model(models: Path, folder: Path, stage: int, loads_itself: bool = False) -> None:
+    """A learning rate that destroys the model: the best one is not the last. ``loads_itself``: as the trainers of other libraries do."""
     options = {"learning_rate": 0.3, "load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1}
     with trainers.clean_state():
         trainer = _trainer(models, folder, trainers.zero_config(stage), save_strategy="steps", save_total_limit=2, **options)
+        if loads_itself:
+            trainer._load_best_model = lambda: best_model.load_best_model(_into_shards, trainer)
         trainer.train()
         assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, abs=1e-5)
         assert not trainer.state.best_model_checkpoint.endswith("checkpoint-4")
@@ -96,6 +99,16 @@ def _best_model(models: Path, folder: Path, stage: int) -> None:
 @pytest.mark.parametrize("stage", slow_but([2, 3], 3))
 def test_load_best_model_at_end(stage: int, trainer_models: Path, tmp_path: Path) -> None:
     ranks.run_ranks(_best_model, 2, trainer_models, tmp_path, stage)
+
+
+def _into_shards(trainer: Any) -> None:
+    """Load as adapters' trainer does, whose files have whole weights."""
+    state = {name: torch.zeros(1) for name, _ in trainer.model.named_parameters()}
+    trainer.model.load_state_dict(state)
+
+
+def test_load_best_model_of_a_trainer_that_loads_itself(trainer_models: Path, tmp_path: Path) -> None:
+    ranks.run_ranks(_best_model, 2, trainer_models, tmp_path, 3, True)
 
 
 def _other_world(models: Path, folder: Path, stage: int, resume: bool) -> trainers.Logs:
