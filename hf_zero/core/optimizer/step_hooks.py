@@ -47,7 +47,9 @@ _deferred: dict[str, _Deferred] = {}  # one for each kind of hooks on all optimi
 
 
 def _places(optimizer: torch.optim.Optimizer) -> list[tuple[Any, str]]:
-    return [(optimizer, _BEFORE), (optimizer, _AFTER), (torch_optimizer, _ALL_BEFORE), (torch_optimizer, _ALL_AFTER)]
+    """Return holders and names of all hooks; a wrapper that does not call torch's constructor has none of its own."""
+    places = [(optimizer, _BEFORE), (optimizer, _AFTER), (torch_optimizer, _ALL_BEFORE), (torch_optimizer, _ALL_AFTER)]
+    return [(holder, name) for holder, name in places if hasattr(holder, name)]
 
 
 @contextmanager

@@ -111,6 +111,8 @@ class Plain(Side):
         if not self.micro and not self.sums.keys() & self.masters.keys():
             return {}
         self.adopt()
+        # DistributedDataParallel sends rank 0's buffers before the next forward.
+        self.buffers = [{name: value.clone() for name, value in self.buffers[0].items()} for _ in self.buffers]
         model, sums, gone, self.micro = dict(self.model.named_parameters()), self.sums, self.gone, 0
         self.sums, self.gone = {}, {}
         grouped = {name for group in self.groups for name in group}
