@@ -198,8 +198,7 @@ def _unchanged_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
     ]
     yield
     for buffers, key, buffer, values in before:
-        if not torch.equal(buffer, values):
-            buffer.copy_(values)
+        buffer.data.copy_(values)  # without a comparison, for which the host would wait for the device
         buffers[key] = buffer
 
 

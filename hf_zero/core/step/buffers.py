@@ -93,7 +93,7 @@ class WrittenBuffers:
         self._alone = data.world == 1 or data.pretended
         self._steps = 0
         self._watched: dict[str, _Watched] = {}
-        self._sent: dict[str, Form | None] = {}  # the buffers that every step sends
+        self._sent: dict[str, Form] = {}  # the buffers that every step sends
         self._found: set[str] = set()
         if not self._alone:
             self._collect()
