@@ -1,17 +1,23 @@
-"""Test that an engine without references is collected, with its model and everything that they hold, without ``destroy``."""
+"""Test that an engine without references is collected, with its model and all it holds, and that training keeps nothing of a step."""
 
 from __future__ import annotations
 
 import gc
+import os
+import threading
 import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from hf_zero.utils import safe_get_full_fp32_param
 from tests.support import ranks
 from tests.support.models import CASES, class_loss
 from tests.support.parity import DTYPES, Run, initialize, micro_step
+
+OFFLOADED = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}}
 
 
 def _train_and_drop(run: Run, divided: bool, keep: list[Any]) -> dict[str, weakref.ref[Any]]:
@@ -90,6 +96,48 @@ def _graphs_are_freed() -> None:
                 del loss
                 assert _tensors_of_graphs() <= before, f"stage {stage}, caches {caches}, trains {trains}"
             engine.destroy()
+
+
+def _counts() -> dict[str, int]:
+    gc.collect()
+    return {"objects": len(gc.get_objects()), "files": len(os.listdir("/proc/self/fd")), "threads": threading.active_count()}
+
+
+def _nothing_is_kept(folder: Path) -> None:
+    """Train, evaluate, read, generate and save; compare how many objects each of the equal parts of a run adds.
+
+    A part may add objects once (a module that is imported, a size that is new); what a step keeps is added by every part.
+    """
+    case, steps = CASES["gpt2"], 3
+    runs = [Run(0), Run(2, dtype="fp16"), Run(3, dtype="bf16", accumulation=2), Run(3, extra=OFFLOADED)]
+    for number, run in enumerate(runs):
+        engine: Any = initialize(case.build(), run)
+        parameter = next(engine.module.parameters())
+
+        def part(engine: Any = engine, run: Run = run, parameter: nn.Parameter = parameter, number: int = number) -> dict[str, int]:
+            for step in range(steps):
+                for micro in range(run.accumulation):
+                    micro_step(engine, case.rows(step, micro, ranks.rank()), case.forward, micro)
+                engine(**case.rows(step, 0, ranks.rank()))  # a forward that no backward follows
+            engine.get_global_grad_norm()
+            safe_get_full_fp32_param(parameter)
+            engine.eval()
+            with torch.no_grad():
+                engine.module.generate(case.rows(0, 0, ranks.rank())["input_ids"][:, :4], max_new_tokens=2, do_sample=False)
+            engine.train()
+            engine.save_checkpoint(str(folder / str(number)), tag="last")
+            engine.save_16bit_model(str(folder / str(number)))
+            return _counts()
+
+        found = [part() for _ in range(5)]
+        for name in found[0]:
+            added = [after[name] - before[name] for before, after in zip(found[:-1], found[1:], strict=True)]
+            assert min(added) <= 0, f"{run}: each {steps} steps add {added} {name}"
+        engine.destroy()
+
+
+def test_a_step_keeps_nothing_of_itself(tmp_path: Path) -> None:
+    ranks.run_ranks(_nothing_is_kept, 2, tmp_path)
 
 
 def test_a_graph_is_freed_with_the_outputs_of_its_forward() -> None:
