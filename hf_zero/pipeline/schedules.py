@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, _PipelineScheduleRuntime, get_schedule_class
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.process_groups import serving_backend
@@ -248,6 +248,22 @@ def check_schedule(name: str, stages_each: int) -> None:
         )
     if name in FOLDED and stages_each != 2:
         raise ConfigError(f"pipeline.schedule {name} has two stages on each rank; set pipeline.stages_per_rank to 2, it is {stages_each}")
+    if name in FOLDED and not passes_on_its_rank(name):
+        raise ConfigError(
+            f"pipeline.schedule {name} passes activations from one stage of a rank to the next, which the schedules of torch "
+            f"{torch.__version__} cannot: install a newer torch, or set pipeline.schedule to InterleavedZeroBubble"
+        )
+
+
+def passes_on_its_rank(name: str) -> bool:
+    """Return whether torch has this schedule, in the form that hands tensors to a stage on the same rank.
+
+    The older form (torch 2.8) sends them from the rank to itself, which gloo has no connection for: the ranks waited for each other.
+    """
+    try:
+        return issubclass(get_schedule_class(name), _PipelineScheduleRuntime)
+    except ValueError:  # torch 2.8 has no DualPipeV
+        return False
 
 
 @dataclass(frozen=True)
