@@ -42,7 +42,7 @@ class Engine(nn.Module):
     Attributes:
         module: The user's module, the same object.
         optimizer: None for an engine that only runs forward, and after ``destroy``.
-        lr_scheduler: Stepped inside ``step``; may be set to None.
+        lr_scheduler: Stepped inside ``step``, not by ``optimizer.step``; may be set to None.
         units: The flat buffers.
         samples_per_step: Samples of all ranks in an optimizer step.
         offloaded_states: State that has been moved to the host while the engine is idle.
@@ -257,7 +257,7 @@ class Engine(nn.Module):
             if self.spikes.requires_rewind(progress.global_steps):
                 self.checkpoints.rewind(self)
             if self.lr_scheduler is not None and not result.skipped:
-                step_schedule(self.lr_scheduler, lr_kwargs, samples)
+                step_schedule(self.lr_scheduler, lr_kwargs, samples, progress.global_steps if stepper.optimizer.called else 0)
         offloaded = self.optimizer.offloaded() if self.clock.memory else {}
         self.clock.end_step(progress.global_steps, samples, offloaded)
         self.reports.report(progress, self.optimizer.param_groups, self.scaler.scale)

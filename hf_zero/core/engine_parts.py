@@ -26,8 +26,10 @@ from hf_zero.core.step.spikes import Spikes
 from hf_zero.core.step.step import Stepper
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import StateError
-from hf_zero.observe import announce
+from hf_zero.observe import announce, warn_once
 from hf_zero.system import signals
+
+_STEPS_BEFORE_WARNING = 10  # of a schedule that is never stepped
 
 
 @dataclass(frozen=True)
@@ -169,17 +171,28 @@ def _digest(given: Any) -> str:
     return found.hexdigest()
 
 
-def step_schedule(scheduler: Any, arguments: Mapping[str, Any] | None, samples: int) -> None:
+def step_schedule(scheduler: Any, arguments: Mapping[str, Any] | None, samples: int, by_optimizer: int = 0) -> None:
     """Step ``scheduler``; pass ``samples`` if its ``step`` requires a number, because it counts samples.
 
     torch's own schedulers never get the number: ``ReduceLROnPlateau.step`` requires a metric, which only a script has.
+
+    [Note: who steps the schedule] A script that calls ``optimizer.step()`` in place of ``engine.step()`` has the loop of plain PyTorch,
+    with a ``scheduler.step()`` of its own. A step by the engine would be a second one: the schedule would run at twice its speed.
 
     Args:
         scheduler: Object with a ``step`` method.
         arguments: Keyword arguments for ``step``; None or empty if the caller gave none.
         samples: Number of samples of one optimizer step, on all ranks.
+        by_optimizer: Number of this optimizer step if the script has called ``optimizer.step()`` for it; then nothing is stepped.
     """
-    if not arguments and not isinstance(scheduler, LRScheduler) and _asks(scheduler.step):
+    if by_optimizer:
+        if by_optimizer == _STEPS_BEFORE_WARNING and getattr(scheduler, "last_epoch", None) == 0:
+            warn_once(
+                f"the script has called optimizer.step() {by_optimizer} times, and has not stepped the scheduler of initialize(): the "
+                "learning rate is still the first one. optimizer.step() does not step the scheduler. If it counts updates, call "
+                "scheduler.step() after optimizer.step(), or engine.step() in place of both"
+            )
+    elif not arguments and not isinstance(scheduler, LRScheduler) and _asks(scheduler.step):
         scheduler.step(samples)
     else:
         scheduler.step(**(arguments or {}))

@@ -351,7 +351,7 @@ def step(method: Callable[..., None], wrapper: Any, *args: Any, **kwargs: Any) -
         )
     if completes and (loop.waiting or _complete(engine)):
         loop.waiting = 0
-        wrapper.optimizer.step()
+        engine.step()  # and not the optimizer's, which leaves the schedule to the script
         loop.end_clipping(engine)
 
 

@@ -58,6 +58,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         own: Methods of ``inner`` that scripts may call.
         given: The parameters of each param group, in the order in which the script gave them.
         load_plain: Function that loads the state of a plain torch optimizer, and returns "", or why it has loaded nothing; None without.
+        called: Whether a call of ``step`` runs, by a script that steps this object or the inner optimizer, and not the engine.
         norm: Norm of all gradients in the last step, before clipping, 0-dim tensor, inf if that step was skipped; None before the first.
 
     Args:
@@ -87,7 +88,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._step: Callable[[], None] | None = None
         self._clear: Callable[[], None] | None = None
         self._take: Callable[[], object] | None = None  # the step that waits for a script's own ``step``
-        self._steps = False  # inside ``step``
+        self.called = False
         complete(inner)
         join_states(inner)
         self.own = OwnObject(inner)
@@ -221,11 +222,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return loss
         if self._step is None:
             raise StateError("this optimizer belongs to no engine any more (destroy() was called)")
-        self._steps = True
+        self.called = True
         try:
             self._step()
         finally:
-            self._steps = False
+            self.called = False
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -408,7 +409,7 @@ def through_step(optimizer: ShardedOptimizer, take: Callable[[], T], held: Any, 
     """
     own = partial(optimizer.own.around, take, refuse)
     replaced = held is not optimizer or "step" in vars(optimizer) or type(optimizer).step is not _STEP
-    if not replaced or optimizer._steps:
+    if not replaced or optimizer.called:
         return own()
     return once("engine.optimizer.step", held.step, own, lambda taking: setattr(optimizer, "_take", taking), refuse)
 
