@@ -211,11 +211,6 @@ class Engine(ConfiguredEngine):
     offload_states = requests.offload_states
     reload_states = requests.reload_states
 
-    @property
-    def config(self) -> dict[str, Any]:
-        """Return the configuration as the user gave it, as a dict."""
-        return self.resolved.raw
-
     def destroy(self) -> None:
         """Free gradients, masters and optimizer state. The module stays usable: unsharded, or at stage 3 gathered by its hooks."""
         super().destroy()

@@ -300,6 +300,7 @@ VALUES: dict[str, Getter] = {
     "tput_timer": _throughput,
     "timers": _timers,
     "monitor": lambda engine: EventWriter(engine.reports.sinks),
+    "config": lambda engine: engine.resolved.raw,  # as the user gave it; h2o-llmstudio puts the model's in its place
     "_config": _config_view,
     "flops_profiler": lambda engine: getattr(engine.clock, "profiler", None),
     "_global_grad_norm": lambda engine: None if engine.progress.last_norm is None else float(engine.progress.last_norm),

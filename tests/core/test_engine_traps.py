@@ -147,6 +147,8 @@ def _engine_surface(stage: int) -> None:
     engine = initialize(model, Run(stage=stage))
     assert isinstance(engine, nn.Module) and engine.module is model
     assert engine.config == raw, "the raw dict, though the model has a config of its own"
+    engine.config, engine.generation_config = model.config, model.generation_config  # for code that takes the engine for the model
+    assert engine.config is model.config
     assert engine.device == torch.device("cpu")
     assert "exclude_frozen_parameters" in inspect.signature(engine.save_checkpoint).parameters
     assert "load_module_strict" in inspect.signature(engine.load_checkpoint).parameters
