@@ -9,13 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from hf_zero.checkpoint.format.names import MASTER, shard_file
 from hf_zero.core.offloaded_states import KINDS
 from hf_zero.core.schedule.gathered_parameters import GatheredParameters
 from hf_zero.core.units.names import named_params
 from hf_zero.deepspeed.configured import ConfiguredEngine
+from hf_zero.deepspeed.served.helpers import DeepSpeedDataLoader
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.observe import warn_once
 
@@ -259,7 +259,7 @@ def deepspeed_io(
     data_sampler: Any = None,
     collate_fn: Callable[[Any], Any] | None = None,
     num_local_io_workers: int | None = None,
-) -> DataLoader[Any]:
+) -> DeepSpeedDataLoader:
     """Return a loader of this rank's part of ``dataset``, in batches of ``batch_size`` (default: the micro-batch size).
 
     Args:
@@ -279,14 +279,16 @@ def deepspeed_io(
         data_sampler = torch.utils.data.DistributedSampler(
             dataset, axes.replicas, axes.replica, shuffle=route == "train", drop_last=drop_last
         )
-    return DataLoader(
+    return DeepSpeedDataLoader(
         dataset,
-        batch_size=batch,
-        sampler=data_sampler,
+        batch,
+        pin_memory and engine.collectives.topology.device.type != "cpu",
+        local_rank=0,
+        tput_timer=None,  # the engine starts its own
         collate_fn=collate_fn or engine.collate_fn,
-        drop_last=drop_last,
-        pin_memory=pin_memory and engine.collectives.topology.device.type != "cpu",
-        num_workers=num_local_io_workers or 0,
+        num_local_io_workers=num_local_io_workers,
+        data_sampler=data_sampler,
+        dataloader_drop_last=drop_last,
     )
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
+from hf_zero.errors import ConfigError
 from tests.support import ranks
 from tests.support.models import CASES
 from tests.support.parity import Run, initialize
@@ -28,6 +30,24 @@ def test_repeating_loader_starts_again_and_tells_the_sampler() -> None:
     assert passes[0] != passes[1] != passes[2], "the sampler was not told of the new epoch"
     with pytest.raises(StopIteration):
         next(RepeatingLoader([]))
+
+
+def test_a_loader_that_a_script_makes_gives_this_ranks_batches() -> None:
+    from hf_zero.deepspeed.served.helpers import DeepSpeedDataLoader
+
+    data, started = list(range(10)), []
+    timer = SimpleNamespace(start=lambda: started.append(1))
+    sampler: DistributedSampler[int] = DistributedSampler(data, num_replicas=2, rank=1, shuffle=False)  # type: ignore[arg-type]
+    loader = DeepSpeedDataLoader(data, batch_size=2, local_rank=1, pin_memory=True, tput_timer=None, data_sampler=sampler)
+    assert [batch.tolist() for batch in loader] == [[1, 3], [5, 7], [9]] and len(loader) == 3 and loader.data_sampler is sampler
+    one, other = (
+        DeepSpeedDataLoader(data, 5, False, 0, timer, data_parallel_world_size=2, data_parallel_rank=rank, dataloader_drop_last=True)
+        for rank in (0, 1)
+    )
+    assert sorted([*next(iter(one)).tolist(), *next(iter(other)).tolist()]) == data and len(started) == 2
+    assert sorted(next(iter(DeepSpeedDataLoader(data, 10, False, -1, None))).tolist()) == data
+    with pytest.raises(ConfigError, match="CurriculumScheduler"):
+        DeepSpeedDataLoader(data, 2, False, 0, None, deepspeed_dataloader_config={"curriculum_learning": True})
 
 
 def test_memory_is_logged_when_forced(caplog: pytest.LogCaptureFixture) -> None:

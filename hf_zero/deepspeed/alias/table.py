@@ -224,6 +224,7 @@ PROVIDED: Final[dict[str, str]] = {
     **{f"deepspeed.utils.z3_leaf_module.{name}": f"hf_zero.utils:{name}" for name in (*_LEAF_MODULES, "z3_leaf_module")},
     # Loaders.
     "deepspeed.utils.RepeatingLoader": "hf_zero.deepspeed.served.helpers:RepeatingLoader",
+    "deepspeed.runtime.dataloader.DeepSpeedDataLoader": "hf_zero.deepspeed.served.helpers:DeepSpeedDataLoader",
     "deepspeed.runtime.dataloader.RepeatingLoader": "hf_zero.deepspeed.served.helpers:RepeatingLoader",
     # Optimizers and schedules that are constructed by hand (or by accelerate, for an offloaded optimizer).
     "deepspeed.ops.adam.DeepSpeedCPUAdam": "hf_zero.deepspeed.served.ops:DeepSpeedCPUAdam",

@@ -1,4 +1,4 @@
-"""Provide small functions, types and a class that scripts import from various modules of DeepSpeed."""
+"""Provide small functions, types and loaders that scripts import from various modules of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from packaging import version
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 from hf_zero.core.offloaded_states import KINDS
 from hf_zero.deepspeed.served.accelerator import get_accelerator
@@ -221,6 +222,75 @@ class RepeatingLoader:
                 set_epoch(self.epoch)
             self._batches = iter(self.loader)
             return next(self._batches)
+
+
+class DeepSpeedDataLoader(DataLoader[Any]):
+    """A loader of this rank's part of ``dataset``, with DeepSpeed's arguments; its sampler is also ``data_sampler``.
+
+    Args:
+        dataset: Map-style or iterable dataset.
+        batch_size: Samples per batch and rank.
+        pin_memory: Whether batches are page-locked, if there is an accelerator.
+        local_rank: A negative number draws from the whole dataset on each rank, if ``data_sampler`` is None.
+        tput_timer: Object whose ``start`` is called before each batch; None for none.
+        collate_fn: Collate function; None uses torch's.
+        num_local_io_workers: Number of worker processes; None is 0.
+        data_sampler: Sampler; None uses a ``DistributedSampler``.
+        data_parallel_world_size: Number of parts of the dataset; None is one per rank.
+        data_parallel_rank: This rank's part.
+        dataloader_drop_last: Whether an incomplete last batch is left out.
+        deepspeed_dataloader_config: Settings of curriculum learning; must be empty.
+
+    Raises:
+        ConfigError: There are settings of curriculum learning.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        pin_memory: bool,
+        local_rank: int,
+        tput_timer: Any,
+        collate_fn: Callable[[Any], Any] | None = None,
+        num_local_io_workers: int | None = None,
+        data_sampler: Any = None,
+        data_parallel_world_size: int | None = None,
+        data_parallel_rank: int | None = None,
+        dataloader_drop_last: bool = False,
+        deepspeed_dataloader_config: Mapping[str, Any] | None = None,
+    ) -> None:
+        if deepspeed_dataloader_config:
+            raise ConfigError(
+                f"DeepSpeedDataLoader(deepspeed_dataloader_config={deepspeed_dataloader_config!r}): of data efficiency there is "
+                "CurriculumScheduler alone. Leave the argument out; order the samples in the dataset or the sampler"
+            )
+        if data_sampler is None and not isinstance(dataset, IterableDataset):
+            each = RandomSampler(dataset) if local_rank < 0 else None
+            data_sampler = each or DistributedSampler(dataset, data_parallel_world_size, data_parallel_rank)
+        self.data_sampler, self.tput_timer = data_sampler, tput_timer
+        super().__init__(
+            dataset,
+            batch_size=batch_size,
+            sampler=data_sampler,
+            collate_fn=collate_fn,
+            drop_last=dataloader_drop_last,
+            pin_memory=pin_memory and get_accelerator().device_name() != "cpu",
+            num_workers=num_local_io_workers or 0,
+        )
+
+    def __iter__(self) -> Any:
+        return super().__iter__() if self.tput_timer is None else self._timed()
+
+    def _timed(self) -> Iterator[Any]:
+        batches = super().__iter__()
+        while True:
+            self.tput_timer.start()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            yield batch
 
 
 def get_state_devices(model: Any, state: Any) -> set[torch.device]:
