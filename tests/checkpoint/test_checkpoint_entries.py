@@ -77,6 +77,24 @@ class Plain(nn.Linear):
         self.drawn = state
 
 
+class Joined(nn.Module):
+    """A model that joins the state dicts of its parts under prefixes of its own, and adds a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        parts = {name: part.state_dict(*args, prefix=f"{name}.", **kwargs) for name, part in self._modules.items()}
+        return {**parts["body"], **parts["head"], "alpha": 0.5}
+
+
+def test_a_model_that_gives_its_parts_prefixes_keeps_its_entries() -> None:
+    from hf_zero.checkpoint.state.module_entries import entries_of
+
+    assert entries_of(Joined()) == {"alpha": 0.5}
+
+
 def _engine(model: nn.Module, stage: int) -> Any:
     import hf_zero
 

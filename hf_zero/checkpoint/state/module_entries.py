@@ -41,11 +41,13 @@ def entries_of(model: nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, module in modules.items():
         try:
-            own = module.state_dict(prefix=f"{saved_name(name)}." if name else "", keep_vars=True)
+            # The model's own is called as scripts call it: one that joins the state dicts of parts gives them prefixes itself.
+            own = module.state_dict(**({"prefix": f"{saved_name(name)}."} if name else {}), keep_vars=True)
         except Exception as error:  # any that a module's own code raises
+            whose = f"module {name}" if name else "the model"
             warn_once(
-                f"the state dict of module {name or 'the model'} cannot be made without its parameters ({type(error).__name__}: {error}): "
-                "its entries other than parameters and buffers are not saved. Keep them in buffers, or in get_extra_state()"
+                f"the state dict of {whose} cannot be made without its parameters ({type(error).__name__}: {error}): its entries other "
+                "than parameters and buffers are not saved. Keep them in buffers, or in get_extra_state()"
             )
             continue
         kept = {key: value for key, value in own.items() if key not in stored and not key.startswith(packed)}
