@@ -110,6 +110,18 @@ class IterationSchedule(LRScheduler):
         self.last_batch_iteration = iteration
         self._apply()
 
+    def _highest(self, key: str, value: object) -> list[float]:
+        """Return the highest rate of each group; warn if one number replaces rates that differ between the groups."""
+        rates = per_group(f"{SECTION}.{key}", value, len(self.base_lrs))
+        if not isinstance(value, (list, tuple)) and len(set(self._peaks)) > 1:
+            own = ", ".join(f"{rate:g}" for rate in self._peaks)
+            warn_once(
+                f"{SECTION}.{key} is {rates[0]:g}, one rate for all {len(rates)} parameter groups: {type(self).__name__} replaces the "
+                f"groups' own rates ({own}), as in DeepSpeed. To keep them, set {key} to a list with one rate per group, or leave "
+                "the section `scheduler` out and use a scheduler of torch or Trainer."
+            )
+        return rates
+
     def _apply(self) -> None:
         """Write the present rates into the groups; subclasses call it at the end of their constructor."""
         groups, rates = self._groups(), self.rates(self.last_batch_iteration)
@@ -160,7 +172,7 @@ class WarmupLR(IterationSchedule):
         super().__init__(optimizer, last_batch_iteration)
         groups = len(self.base_lrs)
         self.min_lrs = per_group(f"{SECTION}.warmup_min_lr", warmup_min_lr, groups)
-        self.max_lrs = self._peaks if warmup_max_lr is None else per_group(f"{SECTION}.warmup_max_lr", warmup_max_lr, groups)
+        self.max_lrs = self._peaks if warmup_max_lr is None else self._highest("warmup_max_lr", warmup_max_lr)
         self.warmup_num_steps, self.warmup_type = _read_warmup(warmup_num_steps, warmup_type)
         self._apply()
 
@@ -319,7 +331,7 @@ class OneCycle(IterationSchedule):
         super().__init__(optimizer, last_batch_iteration)
         groups = len(self.base_lrs)
         self.min_lrs = per_group(f"{SECTION}.cycle_min_lr", cycle_min_lr, groups)
-        self.max_lrs = per_group(f"{SECTION}.cycle_max_lr", cycle_max_lr, groups)
+        self.max_lrs = self._highest("cycle_max_lr", cycle_max_lr)
         self.decay_lr_rate = number(f"{SECTION}.decay_lr_rate", decay_lr_rate)
         self.decay_mom_rate = number(f"{SECTION}.decay_mom_rate", decay_mom_rate)
         self.decay_step_size = at_least(f"{SECTION}.decay_step_size", decay_step_size, 0)

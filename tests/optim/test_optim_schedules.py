@@ -268,6 +268,39 @@ def test_foreign_state_is_refused() -> None:
         WarmupLR(adam()).load_state_dict({"last_epoch": 3})
 
 
+@pytest.mark.parametrize(
+    ("name", "params", "key"),
+    [
+        ("WarmupLR", {"warmup_max_lr": 0.5}, "warmup_max_lr"),
+        ("WarmupDecayLR", {"warmup_max_lr": 0.5, "total_num_steps": 2000}, "warmup_max_lr"),
+        ("WarmupDecayLR", {"total_num_steps": 2000}, "warmup_max_lr"),
+        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.5}, "cycle_max_lr"),
+    ],
+)
+def test_one_rate_for_groups_with_rates_of_their_own_warns(
+    name: str, params: dict[str, Any], key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(schedules, "warn_once", seen.append)
+    build_scheduler(name, params, adam(0.02, 1e-5))
+    assert len(seen) == 1
+    assert f"scheduler.params.{key} is {params.get(key, 0.001):g}, one rate for all 2 parameter groups" in seen[0]
+    assert "(0.02, 1e-05)" in seen[0]
+
+    # A list keeps the difference, and equal rates have none: nothing is lost.
+    build_scheduler(name, {**params, key: [0.5, 0.1]}, adam(0.02, 1e-5))
+    build_scheduler(name, params, adam(0.02, 0.02))
+    assert len(seen) == 1
+
+
+def test_each_groups_own_rate_does_not_warn(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(schedules, "warn_once", seen.append)
+    build_scheduler("WarmupLR", {}, adam(0.02, 1e-5))
+    build_scheduler("WarmupCosineLR", {"total_num_steps": 2000}, adam(0.02, 1e-5))
+    assert seen == []
+
+
 # --- building ---
 
 
