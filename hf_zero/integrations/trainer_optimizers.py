@@ -8,7 +8,7 @@ error, because one of the two would be ignored.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.observe import warn_once
+from hf_zero.optim.keywords import parse_number
 
 _OWN_OPTIMIZER = "_hf_zero_own_optimizer"  # attribute of a Trainer that was given an optimizer
 _CREATE, _CREATE_SCHEDULER = "create_optimizer", "create_scheduler"
@@ -115,10 +116,27 @@ def _require_one(trainer: Any, optimizer: Any, scheduler: Any) -> None:
                 f"TrainingArguments(optim={optim!r}) has no effect: the configuration has an optimizer section ({kinds['optimizer']}), "
                 "which is used. Remove one of them"
             )
+        _warn_of_decay(trainer, config["optimizer"].get("params") or {})
     if "scheduler" in kinds:
         given = f"optimizers=(..., {type(scheduler).__name__})" if scheduler is not None else _override(trainer, _CREATE_SCHEDULER)
         if given:
             raise ConfigError(_both(given, "scheduler", kinds["scheduler"]))
+
+
+def _warn_of_decay(trainer: Any, params: Mapping[str, Any]) -> None:
+    """Warn if the weight decay of the optimizer section holds for biases and norms, which Trainer's own optimizer leaves out."""
+    if not hasattr(trainer, "get_decay_parameter_names"):
+        return
+    if not (decay := parse_number(params.get("weight_decay", trainer.args.weight_decay))):
+        return
+    decayed = set(trainer.get_decay_parameter_names(trainer.model))
+    spared = [name for name, param in trainer.model.named_parameters() if param.requires_grad and name not in decayed]
+    if spared:
+        warn_once(
+            f"weight_decay {decay:g} of the optimizer section holds for all trainable parameters, as with DeepSpeed; Trainer's own "
+            f"optimizer leaves {len(spared)} of them without decay (biases and norms, such as {spared[0]}). To train as plain Trainer "
+            "does, remove the section `optimizer`"
+        )
 
 
 def _given_optimizer(trainer: Any, optimizer: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -176,8 +177,6 @@ def test_an_optimizer_of_the_script_beside_that_of_the_configuration_is_an_error
 
 
 def test_an_optim_argument_without_effect_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    from types import SimpleNamespace
-
     from transformers import TrainingArguments
 
     from hf_zero.integrations import trainer_optimizers
@@ -192,3 +191,41 @@ def test_an_optim_argument_without_effect_is_a_warning(monkeypatch: pytest.Monke
         trainer = SimpleNamespace(args=args, accelerator=SimpleNamespace(state=state), optimizer=None, lr_scheduler=None)
         trainer_optimizers.with_own_optimizer(lambda *_: (None, None), trainer, 1)
     assert len(said) == 1 and said[0].startswith("TrainingArguments(optim='sgd') has no effect: the configuration has an optimizer section")
+
+
+@pytest.mark.parametrize(
+    ("written", "argument", "frozen", "warns"),
+    [
+        ({"weight_decay": 0.1}, 0.0, False, True),
+        ({"weight_decay": "0.1"}, 0.0, False, True),
+        ({}, 0.1, False, True),
+        ({"weight_decay": 0.0}, 0.1, False, False),
+        ({}, 0.0, False, False),
+        ({"weight_decay": 0.1}, 0.0, True, False),
+    ],
+)
+def test_weight_decay_of_a_section_for_biases_and_norms_is_a_warning(
+    written: dict[str, Any], argument: float, frozen: bool, warns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trainer's own optimizer leaves biases and norms without decay; with a section transformers passes one list of all parameters."""
+    from transformers import Trainer, TrainingArguments
+
+    from hf_zero.integrations import trainer_optimizers
+
+    said: list[str] = []
+    monkeypatch.setattr(trainer_optimizers, "warn_once", said.append)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.LayerNorm(2))
+    model[1].requires_grad_(not frozen)
+    with trainers.clean_state():
+        args = TrainingArguments("out", weight_decay=argument, use_cpu=True, report_to=[])
+        trainer = Trainer(model, args)
+        monkeypatch.setattr(trainer_optimizers, "_own_scheduler", lambda _trainer: None)
+        source = SimpleNamespace(config={"optimizer": {"type": "AdamW", "params": {"lr": 0.1, **written}}})
+        monkeypatch.setattr(
+            trainer, "accelerator", SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=SimpleNamespace(hf_ds_config=source)))
+        )
+        trainer_optimizers.with_own_optimizer(lambda *_: (None, None), trainer, 1)
+    assert len(said) == warns
+    if warns:
+        assert said[0].startswith("weight_decay 0.1 of the optimizer section holds for all trainable parameters")
+        assert "leaves 2 of them without decay (biases and norms, such as 1.weight)" in said[0]
