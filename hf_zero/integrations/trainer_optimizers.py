@@ -94,7 +94,7 @@ def _own_scheduler(trainer: Any) -> Any:
 
 
 def _require_one(trainer: Any, optimizer: Any, scheduler: Any) -> None:
-    """Raise if configuration and script both define the optimizer or the scheduler; warn if ``TrainingArguments(optim)`` has no effect.
+    """Raise if configuration and script both define the optimizer or the scheduler; warn of training arguments without effect.
 
     Raises:
         ConfigError: Both define one of them.
@@ -110,17 +110,24 @@ def _require_one(trainer: Any, optimizer: Any, scheduler: Any) -> None:
                 f"({kinds['optimizer']}), whose learning rate this scheduler does not change: pass its optimizer too and remove "
                 "the section, or remove the scheduler"
             )
-        optim = str(getattr(trainer.args.optim, "value", trainer.args.optim))
-        if optim not in (type(trainer.args).__dataclass_fields__["optim"].default, *_ADAMW):
-            warn_once(
-                f"TrainingArguments(optim={optim!r}) has no effect: the configuration has an optimizer section ({kinds['optimizer']}), "
-                "which is used. Remove one of them"
-            )
+        _warn_without_effect(trainer.args, "optim", "optimizer", kinds["optimizer"], _ADAMW)
         _warn_of_decay(trainer, config["optimizer"].get("params") or {})
     if "scheduler" in kinds:
         given = f"optimizers=(..., {type(scheduler).__name__})" if scheduler is not None else _override(trainer, _CREATE_SCHEDULER)
         if given:
             raise ConfigError(_both(given, "scheduler", kinds["scheduler"]))
+        _warn_without_effect(trainer.args, "lr_scheduler_type", "scheduler", kinds["scheduler"])
+
+
+def _warn_without_effect(args: Any, name: str, section: str, kind: Any, alike: tuple[str, ...] = ()) -> None:
+    """Warn if the training argument ``name`` is neither its default nor one of ``alike``, because a section takes its place."""
+    value, default = (str(getattr(one, "value", one)) for one in (getattr(args, name), type(args).__dataclass_fields__[name].default))
+    if value not in (default, *alike):
+        article = "an" if section == "optimizer" else "a"
+        warn_once(
+            f"TrainingArguments({name}={value!r}) has no effect: the configuration has {article} {section} section ({kind}), "
+            "which is used. Remove one of them"
+        )
 
 
 def _warn_of_decay(trainer: Any, params: Mapping[str, Any]) -> None:

@@ -129,6 +129,7 @@ def test_no_clipping_counts_without_a_key(written: dict[str, Any], max_grad_norm
 @dataclass
 class _Arguments:
     optim: str = "adamw_torch"
+    lr_scheduler_type: str = "linear"
     max_grad_norm: float = 1.0
 
 

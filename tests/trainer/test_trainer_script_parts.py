@@ -176,21 +176,31 @@ def test_an_optimizer_of_the_script_beside_that_of_the_configuration_is_an_error
     ranks.run_ranks(_both, 1, str(tmp_path))
 
 
-def test_an_optim_argument_without_effect_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("section", "name", "silent", "value", "kind"),
+    [
+        ("an optimizer", "optim", "adamw_torch", "sgd", "AdamW"),
+        ("a scheduler", "lr_scheduler_type", "linear", "cosine", "WarmupLR"),
+    ],
+)
+def test_an_argument_without_effect_is_a_warning(
+    section: str, name: str, silent: str, value: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from transformers import TrainingArguments
 
     from hf_zero.integrations import trainer_optimizers
 
     said: list[str] = []
     monkeypatch.setattr(trainer_optimizers, "warn_once", said.append)
-    source = SimpleNamespace(config={"optimizer": OPTIMIZER})
+    source = SimpleNamespace(config={section.split()[1]: {"type": kind, "params": {}}})
     state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(hf_ds_config=source))
-    for optim in ("adamw_torch", "sgd"):
+    for chosen in (silent, value):
         with trainers.clean_state():
-            args = TrainingArguments("out", optim=optim, use_cpu=True, report_to=[])
+            args = TrainingArguments("out", use_cpu=True, report_to=[], **{name: chosen})
         trainer = SimpleNamespace(args=args, accelerator=SimpleNamespace(state=state), optimizer=None, lr_scheduler=None)
         trainer_optimizers.with_own_optimizer(lambda *_: (None, None), trainer, 1)
-    assert len(said) == 1 and said[0].startswith("TrainingArguments(optim='sgd') has no effect: the configuration has an optimizer section")
+    assert len(said) == 1
+    assert said[0].startswith(f"TrainingArguments({name}='{value}') has no effect: the configuration has {section} section ({kind})")
 
 
 @pytest.mark.parametrize(
