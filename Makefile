@@ -31,7 +31,7 @@ NEWEST_TORCH ?= torch==2.13.0
 # Of `make test-oldest`: the oldest Python, and versions that are to stand in for a lower bound, as in OLDEST_BUT=$(NEWEST_TORCH).
 OLDEST_PYTHON ?= python3.10
 OLDEST_BUT ?=
-OLDEST_TESTS ?= tests/parity tests/accelerate tests/trainer tests/checkpoint tests/facade
+OLDEST_TESTS ?= tests/parity tests/accelerate tests/trainer tests/checkpoint tests/facade tests/plan
 
 # Ranks wait for each other about as long as they compute, so four processes of tests keep two cores busy, with about 12 GiB at most: 2 is for
 # less memory. A file stays in one of them.

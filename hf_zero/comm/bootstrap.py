@@ -221,8 +221,10 @@ def pretend_distributed(rank: int, ranks: int, device: torch.device) -> None:
         ranks: Number of ranks in the group.
         device: Device of the collectives, beside the CPU.
     """
+    import torch.distributed._tools.fake_collectives  # noqa: F401 - gives collectives their shapes, which torch 2.8 does not by itself
     from torch.testing._internal.distributed import fake_pg  # registers torch's fake back end for the devices it knows
 
     kinds = dict.fromkeys(("cpu", device.type))
-    dist.Backend.register_backend(FAKE, fake_pg._create_fake_pg, extended_api=True, devices=list(kinds))
+    known = dist.Backend._plugins[FAKE.upper()]  # torch 2.8 registers a function with other arguments than newer versions do
+    dist.Backend.register_backend(FAKE, known.creator_fn, extended_api=known.extended_api, devices=list(kinds))
     dist.init_process_group(",".join(f"{kind}:{FAKE}" for kind in kinds), store=fake_pg.FakeStore(), rank=rank, world_size=ranks)

@@ -71,8 +71,8 @@ def with_values(tree: Any) -> Any:
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Return whether the elements of ``tensor`` can be read; False for the tensors of a memory plan."""
-    return not isinstance(tensor, FakeTensor)
+    """Return whether the elements of ``tensor`` can be read; False for the tensors of a memory plan, and on the meta device."""
+    return not (isinstance(tensor, FakeTensor) or tensor.is_meta)
 
 
 def _zeros_like(tensor: torch.Tensor) -> torch.Tensor:

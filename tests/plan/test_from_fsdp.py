@@ -15,6 +15,7 @@ from hf_zero.config.mesh import claims_of_config, solve
 from hf_zero.config.resolve import analyse
 from hf_zero.plan.fsdp_keys import page
 from tests.support.processes import REPO
+from tests.support.versions import PARALLELISM_CONFIG
 
 pytestmark = pytest.mark.quick
 REST = {"compute_environment": "LOCAL_MACHINE", "mixed_precision": "no", "num_machines": 2, "num_processes": 16, "use_cpu": False}
@@ -32,6 +33,7 @@ def mesh(**sizes: int) -> dict[str, Any]:
     return {"parallelism_config": {f"parallelism_config_{name}": value for name, value in sizes.items()}}
 
 
+MESHES = ("hsdp", "replicas_alone")  # have a parallelism_config
 # Files, and what becomes of them beside the keys of a batch.
 FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fsdp2": (accelerate({"version": 2, "reshard_after_forward": True}), {"zero_optimization": FULL, **BOTH}),
@@ -112,7 +114,7 @@ def answered(content: Any, folder: Path, capsys: pytest.CaptureFixture[str], *fl
     return status, printed.out, printed.err
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[PARALLELISM_CONFIG] if name in MESHES else []) for name in FILES])
 def test_the_configuration_of_a_file(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content, wanted = FILES[name]
     status, printed, _ = answered(content, tmp_path, capsys, "--json")
@@ -125,6 +127,7 @@ def test_the_configuration_of_a_file(name: str, tmp_path: Path, capsys: pytest.C
     assert solve(claims_of_config(config), 16).ranks == 16
 
 
+@PARALLELISM_CONFIG
 def test_json_and_yaml_are_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content, _ = FILES["hsdp"]
     found = [json.loads(answered(text, tmp_path, capsys, "--json")[1])["config"] for text in (json.dumps(content), yaml.safe_dump(content))]
@@ -137,6 +140,7 @@ def test_trainers_file_is_found_beside_its_arguments(tmp_path: Path, capsys: pyt
     assert json.loads(printed)["config"]["zero_optimization"] == {"stage": 2}
 
 
+@PARALLELISM_CONFIG
 def test_what_has_no_counterpart_is_named_with_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = {"version": 2, "ignored_modules": "head", "activation_checkpointing": True, "forward_prefetch": False}
     content = accelerate(settings, **mesh(cp_size=2, dp_shard_size=8))

@@ -36,6 +36,7 @@ from tests.support import accelerate_loop
 from tests.support.launches import launch_on_ranks, report_of
 from tests.support.planned import LLAMA
 from tests.support.processes import until
+from tests.support.versions import PARALLELISM_CONFIG
 
 TOY = {**LLAMA, "num_hidden_layers": 2}
 FP32: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
@@ -357,6 +358,7 @@ def test_what_is_written_is_the_best(found: tuple[Path, dict[str, Any]]) -> None
     }
 
 
+@PARALLELISM_CONFIG
 def test_what_the_script_must_switch_on_is_said(tmp_path: Path) -> None:
     config = {"zero_optimization": {"stage": 3}, "sequence_parallel_size": 2}
     _, said = write(tmp_path / "slices", config, Cluster(4, 4), 2, True)
