@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -315,9 +316,9 @@ class Scheduler:
         for stage in order.stages:
             stage.work, stage.scale = works[stage.stage_index], scale
         numbers = torch.arange(parts)
-        run = order.schedule.step if trains else order.schedule.eval
+        order.schedule._has_backward = trains  # as ``schedule.eval`` does, which torch 2.8 lacks
         try:
-            self._pipe.launch(f"schedule {name}", lambda: run(target=numbers))
+            self._pipe.launch(f"schedule {name}", lambda: order.schedule.step(target=numbers))
         except CollectiveError:
             failed = next((stage.failed for stage in order.stages if stage.failed is not None), None)
             if failed is not None:
@@ -332,11 +333,18 @@ class Scheduler:
         stages = [ScheduledStage(index, self._placement, self._pipe.topology) for index in self._placement.stages_of(self._pipe.rank)]
         kind: Any = get_schedule_class(name)
         # The work computes the loss itself. Given a function, torch takes the output as the loss, but wants a target.
-        loss = {"loss_fn": lambda output, target: output, "scale_grads": False}
+        make = partial(kind, stages if issubclass(kind, PipelineScheduleMulti) else stages[0], loss_fn=_output, scale_grads=False)
         try:
-            schedule = kind(stages if issubclass(kind, PipelineScheduleMulti) else stages[0], parts, **loss)
-            # Newer versions of torch prepare connections and shapes here, which these stages do not need, from attributes of torch's own.
-            schedule._initialize_pp_stages = lambda *_args, **_kwargs: (True, True)  # forward and backward are ready
-            return _Order(schedule, stages)
+            schedule = make(parts)
         except ValueError as error:  # too few parts for the order
-            raise ConfigError(f"pipeline.schedule {name} of {parts} part(s), which are gradient_accumulation_steps: {error}") from None
+            if name != _WITH_FEW:
+                raise ConfigError(f"pipeline.schedule {name} of {parts} part(s), which are gradient_accumulation_steps: {error}") from None
+            schedule = make(self._placement.stages)  # torch 2.8 accepts no fewer parts, but GPipe runs any number
+            schedule._n_microbatches = parts
+        # Newer versions of torch prepare connections and shapes here, which these stages do not need, from attributes of torch's own.
+        schedule._initialize_pp_stages = lambda *_args, **_kwargs: (True, True)  # forward and backward are ready
+        return _Order(schedule, stages)
+
+
+def _output(output: Any, _target: Any) -> Any:
+    return output

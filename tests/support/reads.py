@@ -42,6 +42,9 @@ class _File:
     def keys(self) -> Any:
         return self._inner.keys()
 
+    def metadata(self) -> Any:
+        return self._inner.metadata()
+
     def get_slice(self, name: str) -> _Slice:
         return _Slice(name, self._inner.get_slice(name), self._reads)
 
