@@ -18,6 +18,7 @@ from hf_zero.deepspeed.alias import finder
 from hf_zero.deepspeed.alias.table import DEEPSPEED_VERSION
 from hf_zero.deepspeed.configured import ConfiguredEngine
 from hf_zero.deepspeed.engine import Engine
+from hf_zero.deepspeed.optimizer import DeepSpeedOptimizer
 from hf_zero.deepspeed.pipe.building import kept_random_states
 from hf_zero.deepspeed.requests import load_module_state_dict
 from hf_zero.integrations import fabric_methods, lightning_files, lightning_methods
@@ -198,11 +199,17 @@ def set_up(function: Callable[..., Any], strategy: Any, module: Any, optimizers:
     return found
 
 
-def optimizer_step(function: Callable[..., Any], strategy: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the engine's ``step``, and note that it runs."""
+def optimizer_step(function: Callable[..., Any], strategy: Any, optimizer: Any, **kwargs: Any) -> Any:
+    """Step the engine, and note that it runs: its own ``step`` steps the scheduler of ``fabric.setup``, the optimizer's does not."""
     strategy._hf_zero_steps = True
     try:
-        return function(strategy, *args, **kwargs)
+        engine = optimizer.engine if isinstance(optimizer, DeepSpeedOptimizer) else None
+        if not isinstance(engine, ConfiguredEngine):
+            return function(strategy, optimizer, **kwargs)
+        closure = kwargs.get("closure")
+        loss = closure() if closure is not None else None
+        engine.step()
+        return loss
     finally:
         strategy._hf_zero_steps = False
 
