@@ -271,8 +271,6 @@ def steps_of(engine: Any, deaths: Deaths, log: Log) -> Iterator[None]:
 
     assert isinstance(engine, Engine)
     engine.backward, engine.step = watched_backward, watched_step
-    optimizer: Any = engine.optimizer
-    optimizer._step = watched_step  # of Accelerate's optimizer.step(), which does not call the engine's
     handle = engine.register_forward_pre_hook(before, prepend=True)
     yield
     handle.remove()
