@@ -236,7 +236,7 @@ class Log:
         groups = self._groups
         if groups is not None and not groups.taken:
             return  # another group has taken the step, and this one has received the state after it
-        line = {"step": engine.global_steps, "norm": engine.get_global_grad_norm(), "lr": engine.get_lr(), "time": time.time()}
+        line = {"step": engine.global_steps, "norm": float(engine.get_global_grad_norm()), "lr": engine.get_lr(), "time": time.time()}
         if groups is not None:
             shares = groups.shares
             line |= {"taken": groups.taken, "next": shares.next, "samples": engine.global_samples}
