@@ -20,6 +20,7 @@ SCANNED := hf_zero packaging _hf_zero_startup.py examples benchmarks tests tools
 
 DEMO_ARGS ?=
 TEST_ARGS ?=
+LONG ?=
 TEST_WORKERS ?= 4
 BENCH_ARGS ?=
 GPU_ARGS ?= --out results-gpu
@@ -42,7 +43,7 @@ SIDE_BY_SIDE = -n $(TEST_WORKERS) --dist loadfile
 
 help:
 	@echo "make demo      exact losses, less memory, a checkpoint for other ranks, a saved model: one screen and a picture (DEMO_ARGS)"
-	@echo "make test      run the fast tests (TEST_ARGS='-k alias', TEST_WORKERS=2)"
+	@echo "make test      run the fast tests (TEST_ARGS='-k alias', TEST_WORKERS=2); LONG=1 adds those that take seconds, as CI does"
 	@echo "make test-quick  run what a minute allows, after every edit: configuration, imports, traces, one row of the parity matrix per stage"
 	@echo "make test-all  run every test"
 	@echo "make test-newest  the fast tests with what the package index has today, pins ignored (NEWEST_TORCH)"
@@ -65,7 +66,7 @@ demo: $(READY_DEMO)
 	$(BIN)/python examples/demo/demo.py $(DEMO_ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(TEST_ARGS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(if $(LONG),,--short) $(TEST_ARGS)
 
 test-quick: $(READY)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m quick $(TEST_ARGS)

@@ -7,24 +7,30 @@ import json
 import logging
 import os
 import sys
+import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support import ranks
+from tools.times_of_tests import LONG
 
 # Set before huggingface_hub reads it: a name of the Hub fails at once, while its client would repeat requests for half a minute.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Variables that start-up code reads. A test that leaves one behind changes the meaning of the next.
 WATCHED_PREFIXES = ("ACCELERATE_", "DEEPSPEED_", "DS_", "FSDP_", "HF_ZERO", "LOCAL_", "MASTER_", "RANK", "WORLD_SIZE")
 
+_LONG_FIXTURES: set[tuple[str, str]] = set()  # of modules or the session: path below which they count, and name
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow as well (the full parity matrix)")
+    parser.addoption("--short", action="store_true", help="leave out the tests that take seconds, which tests/data/long_tests.json names")
     parser.addoption("--slow-part", metavar="K/N", help="run only tests marked slow, and of these the K-th of N parts, drawn by name")
 
 
@@ -36,6 +42,13 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("explore" if config.getoption("--slow") else "repeat")
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False  # files with many tests first; ``longest_first`` knows better
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Say that ``--short`` leaves tests out: with several processes, pytest does not count them."""
+    if not config.getoption("--short"):
+        return None
+    return f"short: {len(_long_tests())} tests of several seconds are left out; `make test LONG=1` runs them too, as CI does"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -54,6 +67,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _keep(config, items, lambda item: _is_slow(item) and zlib.crc32(item.nodeid.encode()) % parts == part - 1)
     elif not config.getoption("--slow") and "slow" not in config.option.markexpr:
         _keep(config, items, lambda item: not _is_slow(item))
+    if config.getoption("--short"):
+        long = _long_tests()
+        _keep(config, items, lambda item: item.nodeid.removeprefix("tests/") not in long)
     for item in items:
         if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
@@ -65,6 +81,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _is_slow(item: pytest.Item) -> bool:
     return item.get_closest_marker("slow") is not None
+
+
+def _long_tests() -> frozenset[str]:
+    """Return the ids, below ``tests/``, of the tests that ``python -m tools.times_of_tests --write`` found long."""
+    return frozenset(json.loads((Path(__file__).parent / "data" / "long_tests.json").read_text(encoding="utf-8")))
 
 
 def _keep(config: pytest.Config, items: list[pytest.Item], runs: Callable[[pytest.Item], bool]) -> None:
@@ -116,6 +137,24 @@ def pytest_collection_finish() -> None:
     """One thread, as ranks have: tensors are small, and idle threads of torch would look for work on cores that other tests need."""
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: Any, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Note the fixtures that several tests share and wait for: leaving out the first of these tests saves nothing."""
+    started = time.monotonic()
+    try:
+        return (yield)
+    finally:
+        if fixturedef.scope != "function" and time.monotonic() - started >= LONG:
+            _LONG_FIXTURES.add((fixturedef.baseid, fixturedef.argname))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_setup(item: Any) -> None:
+    """Name in the report the fixture that took long, for ``tools.times_of_tests``."""
+    waited = sorted(name for folder, name in _LONG_FIXTURES if name in item.fixturenames and item.nodeid.startswith(folder))
+    item.user_properties.extend(("long fixture", name) for name in waited)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,13 +1,14 @@
 """Report the seconds that each test file takes, from pytest's report, for the table in CONTRIBUTING.md.
 
-    make test TEST_ARGS="--junitxml=build/tests.xml"
+    make test LONG=1 TEST_ARGS="--junitxml=build/tests.xml"
     python -m tools.times_of_tests build/tests.xml               # the 25 longest files
     python -m tools.times_of_tests build/tests.xml --tests 40    # the 40 longest tests
-    python -m tools.times_of_tests build/tests.xml --write       # the table of CONTRIBUTING.md, and tests/data/seconds.json
+    python -m tools.times_of_tests build/tests.xml --write       # the table of CONTRIBUTING.md, and the data in tests/data
 
 The seconds are the wall-clock time of set-up, call and tear-down of each test, so their sum is the length of the run times its number of
-processes. ``tests/conftest.py`` sorts files by the data: several processes end together only if the longest files begin first. Write the
-data on an idle machine.
+processes. ``tests/conftest.py`` sorts files by ``seconds.json``: several processes end together only if the longest files begin first.
+``long_tests.json`` names the tests that ``make test`` leaves out and CI runs: those of LONG seconds and more, unless they were the first
+to find a planted fault (``tools.mutants``). Write the data on an idle machine.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from xml.etree import ElementTree
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PAGE = REPOSITORY / "CONTRIBUTING.md"
-DATA = REPOSITORY / "tests" / "data" / "seconds.json"
+DATA = REPOSITORY / "tests" / "data"
+FAULTS = REPOSITORY / "benchmarks" / "results" / "mutants.json"
+LONG = 4.0  # seconds
 START, STOP = "<!-- times: made by python -m tools.times_of_tests -->", "<!-- end of times -->"
 
 
@@ -52,6 +55,25 @@ def seconds_by_test(report: Path) -> dict[str, float]:
         name = re.sub(r"\[.*", "", case.get("name", ""), flags=re.S)
         seconds[f"{_file_of(case.get('classname', ''))}::{name}"] += float(case.get("time", "0"))
     return seconds
+
+
+def long_tests(report: Path, faults: Path) -> list[str]:
+    """Return the tests, each with its parameters, that take at least ``LONG`` seconds, or wait for a fixture that does.
+
+    A test that found a planted fault is none of them.
+
+    Args:
+        report: The XML file of ``pytest --junitxml``.
+        faults: The table of ``tools.mutants``: its third column names the first test that found a fault.
+    """
+    telling = {row[2] for row in json.loads(faults.read_text(encoding="utf-8"))["rows"]}
+    long = []
+    for case in ElementTree.parse(report).iter("testcase"):
+        name = f"{_file_of(case.get('classname', ''))}::{case.get('name')}"
+        waits = any(entry.get("name") == "long fixture" for entry in case.iter("property"))
+        if (waits or float(case.get("time", "0")) >= LONG) and name.rpartition("/")[2] not in telling:
+            long.append(name)
+    return sorted(long)
 
 
 def _longest(seconds: dict[str, float], length: int) -> list[tuple[str, float]]:
@@ -86,7 +108,7 @@ def main() -> int:
     parser.add_argument("report", type=Path, help="XML of pytest --junitxml")
     parser.add_argument("--length", type=int, default=25, help="number of files")
     parser.add_argument("--tests", type=int, default=0, help="print this many tests instead")
-    parser.add_argument("--write", action="store_true", help="write the table of CONTRIBUTING.md and the data that files are sorted by")
+    parser.add_argument("--write", action="store_true", help="write the table of CONTRIBUTING.md and the data in tests/data")
     arguments = parser.parse_args()
     if arguments.tests:
         for name, spent in _longest(seconds_by_test(arguments.report), arguments.tests):
@@ -102,7 +124,9 @@ def main() -> int:
         print(f"{PAGE} has no lines {START!r} and {STOP!r}: the table belongs between them", file=sys.stderr)
         return 1
     before, after = page.split(START)[0], page.split(STOP)[1]
-    DATA.write_text(json.dumps({name: round(spent, 1) for name, spent in sorted(seconds.items())}, indent=1) + "\n", encoding="utf-8")
+    by_file = {name: round(spent, 1) for name, spent in sorted(seconds.items())}
+    for name, data in {"seconds.json": by_file, "long_tests.json": long_tests(arguments.report, FAULTS)}.items():
+        (DATA / name).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(f"{before}{START}\n\n{text}\n\n{STOP}{after}", encoding="utf-8")
     return 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from types import UnionType
 from typing import Any, Union, cast, get_args, get_origin
 
@@ -22,7 +22,7 @@ class Key:
 
     Attributes:
         path: Dotted path; `<metric>`, `<group>`, `[]` and `*` are placeholders for names that the user chooses.
-        type_text: Description of the allowed values.
+        owner: Section and name of the field; None for `*`, which stands for a section's other keys.
         default: Value when the key is absent (None for sections that are absent by default).
         text: Meaning of the key.
         fate: used, mapped, accepted or refused.
@@ -35,7 +35,7 @@ class Key:
     """
 
     path: str
-    type_text: str
+    owner: tuple[type[Section], str] | None
     default: Any
     text: str
     fate: Fate
@@ -45,6 +45,11 @@ class Key:
     switch: str = ""
     also: tuple[str, ...] = ()
     secret: bool = False
+
+    @cached_property
+    def type_text(self) -> str:
+        """Description of the allowed values, made when it is first read: pydantic takes a quarter of a second for all keys."""
+        return type_text(*self.owner) if self.owner else "any value"
 
 
 @dataclass(frozen=True)
@@ -189,7 +194,7 @@ def _walk(section: type[Section], path: str, governor: _Governor) -> Iterator[Ke
         switch = governor.path if governor.path != here and not nested else ""
         yield Key(
             here,
-            type_text(section, name),
+            (section, name),
             default_of(field),
             field.description or effect,
             fate,
@@ -205,7 +210,7 @@ def _walk(section: type[Section], path: str, governor: _Governor) -> Iterator[Ke
             yield from _walk(nested.section, below, inside)
     if section.rest is not None:
         fate, effect = _inherited(extra_of(section.rest), governor, section.rest.description or "")
-        yield Key(f"{path}.*", "any value", None, section.rest.description or "", fate, effect, is_section=False)
+        yield Key(f"{path}.*", None, None, section.rest.description or "", fate, effect, is_section=False)
 
 
 @cache

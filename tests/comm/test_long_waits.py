@@ -187,6 +187,7 @@ def _telling(lines: list[str], words: str) -> str:
 
 
 def _off() -> list[str]:
+    _threads_after_a_while()  # those of earlier calls in this process
     engine = _engine(1, seconds=0)
     threads = _threads()
     engine.destroy()
