@@ -18,14 +18,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support import ranks
-from tools.times_of_tests import LONG
 
 # Set before huggingface_hub reads it: a name of the Hub fails at once, while its client would repeat requests for half a minute.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Variables that start-up code reads. A test that leaves one behind changes the meaning of the next.
 WATCHED_PREFIXES = ("ACCELERATE_", "DEEPSPEED_", "DS_", "FSDP_", "HF_ZERO", "LOCAL_", "MASTER_", "RANK", "WORLD_SIZE")
 
-_LONG_FIXTURES: set[tuple[str, str]] = set()  # of modules or the session: path below which they count, and name
+_SHARED_SECONDS: dict[tuple[str, str], float] = {}  # of the fixtures of modules and the session: path below which they count, name
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -141,20 +140,21 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef: Any, request: pytest.FixtureRequest) -> Iterator[None]:
-    """Note the fixtures that several tests share and wait for: leaving out the first of these tests saves nothing."""
+    """Note the seconds of fixtures that several tests share: leaving out the first of these tests saves nothing."""
     started = time.monotonic()
     try:
         return (yield)
     finally:
-        if fixturedef.scope != "function" and time.monotonic() - started >= LONG:
-            _LONG_FIXTURES.add((fixturedef.baseid, fixturedef.argname))
+        if fixturedef.scope != "function" and (seconds := time.monotonic() - started) > 1:
+            _SHARED_SECONDS[fixturedef.baseid, fixturedef.argname] = seconds
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_setup(item: Any) -> None:
-    """Name in the report the fixture that took long, for ``tools.times_of_tests``."""
-    waited = sorted(name for folder, name in _LONG_FIXTURES if name in item.fixturenames and item.nodeid.startswith(folder))
-    item.user_properties.extend(("long fixture", name) for name in waited)
+    """Write the seconds of a test's shared fixtures into the report, for ``tools.times_of_tests``."""
+    shared = [s for (folder, name), s in _SHARED_SECONDS.items() if name in item.fixturenames and item.nodeid.startswith(folder)]
+    if shared:
+        item.user_properties.append(("shared seconds", sum(shared)))
 
 
 @pytest.hookimpl(wrapper=True)

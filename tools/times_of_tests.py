@@ -58,7 +58,7 @@ def seconds_by_test(report: Path) -> dict[str, float]:
 
 
 def long_tests(report: Path, faults: Path) -> list[str]:
-    """Return the tests, each with its parameters, that take at least ``LONG`` seconds, or wait for a fixture that does.
+    """Return the tests, each with its parameters, that take at least ``LONG`` seconds, or share fixtures that do.
 
     A test that found a planted fault is none of them.
 
@@ -70,8 +70,8 @@ def long_tests(report: Path, faults: Path) -> list[str]:
     long = []
     for case in ElementTree.parse(report).iter("testcase"):
         name = f"{_file_of(case.get('classname', ''))}::{case.get('name')}"
-        waits = any(entry.get("name") == "long fixture" for entry in case.iter("property"))
-        if (waits or float(case.get("time", "0")) >= LONG) and name.rpartition("/")[2] not in telling:
+        shared = sum(float(entry.get("value", "0")) for entry in case.iter("property") if entry.get("name") == "shared seconds")
+        if max(shared, float(case.get("time", "0"))) >= LONG and name.rpartition("/")[2] not in telling:
             long.append(name)
     return sorted(long)
 

@@ -16,7 +16,7 @@ from tools import times_of_tests
 REPORT = """<?xml version="1.0"?><testsuites><testsuite>
 <testcase classname="tests.core.test_a" name="test_x[1]" time="1.5"/><testcase classname="tests.core.test_a" name="test_x[2]" time="2.5"/>
 <testcase classname="tests.parity.test_b.TestB" name="test_y" time="6"/><testcase classname="tests.house.test_c" name="test_z" time="0.5">
-<properties><property name="long fixture" value="wheel"/></properties></testcase>
+<properties><property name="shared seconds" value="4.5"/></properties></testcase>
 </testsuite></testsuites>"""
 
 
