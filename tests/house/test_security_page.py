@@ -45,7 +45,7 @@ def test_what_holds_a_promise_is_there_and_is_collected(file: str, name: str) ->
     assert callable(test) and getattr(module, "__test__", True) and getattr(test, "__test__", True)
     marks = [*getattr(test, "pytestmark", []), *_listed(getattr(module, "pytestmark", []))]
     assert not [mark for mark in marks if mark.name in ("skip", "xfail", "gpu")]
-    assert not [mark for mark in marks if mark.name == "slow"], "a promise is held by a test of `make test`"
+    assert not [mark for mark in marks if mark.name == "slow"], "a promise is held by a test that CI runs"
 
 
 def _listed(marks: Any) -> list[Any]:
