@@ -62,6 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help="parallel axes to try: none, or some of replicas,tensor,sequence,context,experts,pipeline (default: all that may help)",
     )
+    group.add_argument(
+        "--minutes", type=float, metavar="N", help="print the best so far when N minutes are over, after the plan that runs; so does Ctrl-C"
+    )
     group.add_argument("--nvme-path", default="", metavar="DIR", help="also try offload to files in this folder, on every node")
     group.add_argument("--measure", action="store_true", help="first measure rates of matrix products, memory and collectives here")
     group.add_argument(
@@ -85,7 +88,7 @@ def refuse_without_fit(options: argparse.Namespace) -> None:
     Raises:
         ConfigError: A flag of a search is given.
     """
-    for flag in ("global_batch", "axes", "nvme_path", "measure", "rate", "write"):
+    for flag in ("global_batch", "axes", "minutes", "nvme_path", "measure", "rate", "write"):
         if getattr(options, flag):
             other = " (or --from FILE)" if flag == "write" else ""
             raise ConfigError(f"--{flag.replace('_', '-')} is a flag of a search: give --fit{other} too")
@@ -101,6 +104,8 @@ def require_flags(options: argparse.Namespace, inputs: PlanInputs) -> None:
         raise ConfigError(
             f"--fit needs --global-batch, the samples per optimizer step; it is {options.global_batch}, a number of at least 1 is allowed"
         )
+    if options.minutes is not None and not options.minutes > 0:
+        raise ConfigError(f"--minutes is {options.minutes:g}; a number above 0 is allowed")
     if options.plot is not None:
         raise ConfigError("--plot draws one configuration: plan the configuration that --fit --write DIR writes")
     for flag, given in (("offload-activations", options.offload_activations), ("every-n-layers", options.every_n_layers > 1)):
@@ -117,7 +122,7 @@ def run(options: argparse.Namespace, inputs: PlanInputs) -> int:
     """Search, print the result, and write the best configuration if ``--write`` is given.
 
     Returns:
-        The exit status: 0 if a candidate fits, 1 if none does.
+        The exit status: 0 if a candidate fits, 1 if none does, 130 after Ctrl-C.
 
     Raises:
         ConfigError: The input is wrong.
@@ -131,17 +136,21 @@ def run(options: argparse.Namespace, inputs: PlanInputs) -> int:
     rates = _rates(options, inputs, planner.space.base)
     gc.collect()
     gc.freeze()  # the collector need not scan imported modules after each plan
-    with _shown(planner), closing(planner.workers):
-        answer = Search(planner, rates).run()
-    if options.json:
-        print(json.dumps(_to_dict(answer, planner, rates), indent=2))
-    else:
-        print("\n".join(_lines(answer, planner, rates)))
-    if answer.best and options.write is not None:
-        best = answer.best[0].candidate
-        done = write(options.write, planner.space.config(best), inputs.cluster, best.family.recomputes, best.family.moves)
-        print("\n".join(done), file=sys.stderr if options.json else sys.stdout)
-    return 0 if answer.best else 1
+    if options.minutes is not None:
+        planner.until = time.monotonic() + 60 * options.minutes
+    with closing(planner.workers):  # ends after plans that still run, which have nothing to say
+        with _shown(planner):
+            answer = Search(planner, rates).run()
+        if options.json:
+            print(json.dumps(_to_dict(answer, planner, rates), indent=2))
+        else:
+            print("\n".join(_lines(answer, planner, rates)))
+        if answer.best and options.write is not None:
+            best = answer.best[0].candidate
+            done = write(options.write, planner.space.config(best), inputs.cluster, best.family.recomputes, best.family.moves)
+            print("\n".join(done), file=sys.stderr if options.json else sys.stdout)
+        sys.stdout.flush()
+    return 130 if answer.stopped == "Ctrl-C" else 0 if answer.best else 1
 
 
 def _planner(options: argparse.Namespace, inputs: PlanInputs) -> Planner:
@@ -284,6 +293,7 @@ def _to_dict(answer: Answer, planner: Planner, rates: Rates) -> dict[str, object
         "rates": {name: asdict(rate) for name, rate in rates.table.items()},
         "candidates": answer.candidates,
         "planned": answer.planned,
+        "stopped": answer.stopped or None,
     }
 
 
@@ -316,11 +326,22 @@ def _lines(answer: Answer, planner: Planner, rates: Rates) -> list[str]:
             f"{number}. {one.candidate}",
             f"   {one.seconds:.4g} s per step, {_tokens(one, planner):,.0f} tokens per second; a rank holds at most: {held}",
         ]
-    if not answer.best:
+    if answer.stopped:
+        lines.append(_stopped_line(answer))
+    elif not answer.best:
         lines.append(f"NOTHING FITS into {_limits_text(planner)}")
     lines += _excluded_lines(answer)
     lines += ["", f"{answer.candidates} candidates, {answer.planned} plans. The seconds are based on these rates:"]
     return [*lines, *_rate_lines(rates)]
+
+
+def _stopped_line(answer: Answer) -> str:
+    """Return what a search that was stopped does not say."""
+    by = "Ctrl-C" if answer.stopped == "Ctrl-C" else "--minutes"
+    if not answer.best:
+        return f"STOPPED by {by} before a candidate was found that fits: give it more time, or fewer axes (--axes none)"
+    few = "" if all(one.whole for one in answer.best) else "; memory and time are extrapolated from a few blocks"
+    return f"STOPPED by {by}: a faster candidate may exist{few}"
 
 
 def _excluded_lines(answer: Answer) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,6 +15,10 @@ from hf_zero.plan.inputs import Cluster, Hardware, Load
 from hf_zero.plan.prediction import host_limit
 from hf_zero.plan.workers import Task, Workers
 from hf_zero.system.sizes import size_text
+
+
+class TimeIsUp(Exception):
+    """Raised instead of a plan after the time at which the search ends; the engine's refusals are another kind of error."""
 
 
 @dataclass
@@ -30,6 +35,7 @@ class Planner:
         settle: Function that completes a configuration for a plan, from the configuration and the micro-batch size.
         on_progress: Function that is called when a part of the search begins, with its name and the progress (0 to 1) at its begin and end.
         workers: Processes that run the engine.
+        until: Time of ``time.monotonic`` after which no plan begins.
     """
 
     space: Space
@@ -41,6 +47,7 @@ class Planner:
     settle: Callable[[Mapping[str, Any], int], dict[str, Any]]
     on_progress: Callable[[str, float, float], None] = lambda text, done, after: None
     workers: Workers = field(default_factory=Workers)
+    until: float = float("inf")
     _costs: dict[tuple[Candidate, bool], Costs] = field(default_factory=dict)
     _plans: dict[tuple[Candidate, int], Costs | HfZeroError] = field(default_factory=dict)  # key: candidate, number of blocks
     _least: dict[Candidate, Costs | HfZeroError] = field(default_factory=dict)
@@ -55,6 +62,7 @@ class Planner:
 
         Raises:
             HfZeroError: The engine refuses the configuration.
+            TimeIsUp: A plan is necessary, but the search has ended.
         """
         for known in (True, *(() if whole else (False,))):
             if (candidate, known) in self._costs:
@@ -84,7 +92,7 @@ class Planner:
         if candidate.family.layout.pipeline == 1 or self._is_known(candidate, whole=True):
             return self.costs(candidate)[0]
         if candidate not in self._least:
-            self._least[candidate] = self.workers.costs([replace(self._task(candidate, self.blocks.count), last=True)])[0]
+            self._least[candidate] = self._run([replace(self._task(candidate, self.blocks.count), last=True)])[0]
         found = self._least[candidate]
         if isinstance(found, HfZeroError):
             raise found
@@ -100,11 +108,16 @@ class Planner:
         wanted = [(one, count) for one in candidates if not self._is_known(one, whole) for count in self._sizes(one, whole)]
         wanted = sorted((plan for plan in dict.fromkeys(wanted) if plan not in self._plans), key=lambda plan: plan[1])
         if wanted:
-            self._plans.update(zip(wanted, self.workers.costs([self._task(*plan) for plan in wanted]), strict=True))
+            self._plans.update(zip(wanted, self._run([self._task(*plan) for plan in wanted]), strict=True))
 
     def known(self) -> Iterator[tuple[Candidate, Costs]]:
         """Yield the planned candidates with their costs."""
         return ((candidate, costs) for (candidate, _), costs in self._costs.items())
+
+    def _run(self, tasks: list[Task]) -> list[Costs | HfZeroError]:
+        if time.monotonic() > self.until:
+            raise TimeIsUp
+        return self.workers.costs(tasks)
 
     def _is_known(self, candidate: Candidate, whole: bool) -> bool:
         return (candidate, True) in self._costs or (not whole and (candidate, False) in self._costs)

@@ -26,12 +26,13 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from hf_zero.errors import ConfigError, HfZeroError
 from hf_zero.plan.bounds import MemoryBounds, TimeBounds
 from hf_zero.plan.candidates import STAGES, Candidate, Family, Layout, Tier, families_of
 from hf_zero.plan.costs import Costs, Rates
-from hf_zero.plan.planner import Planner
+from hf_zero.plan.planner import Planner, TimeIsUp
 
 SHOWN = 5  # number of best candidates in the result
 _LARGE, _REFUSED, _BATCH, _SLOW, _NEEDLESS = "does not fit", "refused", "batch", "slower", "not needed"
@@ -88,12 +89,14 @@ class Answer:
         out: All other candidates, grouped, with reasons.
         planned: Number of plans: runs of the engine.
         candidates: Number of candidates in the search space.
+        stopped: Whether Ctrl-C or the limit of its time ended the search: the best are those so far, perhaps planned with a few blocks.
     """
 
     best: tuple[Fitting, ...]
     out: tuple[Excluded, ...]
     planned: int
     candidates: int
+    stopped: Literal["", "Ctrl-C", "time"] = ""
 
 
 @dataclass
@@ -113,18 +116,19 @@ class Search:
     memory_bounds: MemoryBounds = field(init=False)
     _fitting: list[Fitting] = field(default_factory=list)
     _out: list[Excluded] = field(default_factory=list)
+    _smallest: list[Fitting] = field(default_factory=list)
     _largest: dict[Family, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.time_bounds, self.memory_bounds = TimeBounds(self.planner, self.rates), MemoryBounds(self.planner)
 
     def run(self) -> Answer:
-        """Search all layouts, and return the result.
+        """Search all layouts, and return the result; after Ctrl-C, or when its time is up, the result so far.
 
         Raises:
             ConfigError: The engine refuses all candidates for the same reason.
         """
-        space, count, done = self.planner.space, 0, 0
+        space, count = self.planner.space, 0
         waiting: dict[Layout, list[Family]] = {}
         for layout in space.layouts:
             sizes, waiting[layout] = space.micro_batches(layout), families_of(space, layout)
@@ -134,7 +138,23 @@ class Search:
                 reason = f"{space.global_batch} samples cannot be divided over {copies} data-parallel ranks in allowed micro batches"
                 self._exclude(layout, reason, _BATCH)
                 del waiting[layout]
-        count_of_families = sum(map(len, waiting.values()))
+        stopped: Literal["", "Ctrl-C", "time"] = ""
+        try:
+            self._visit(waiting)
+            best = self._best()
+        except (KeyboardInterrupt, TimeIsUp) as reason:
+            stopped = "time" if isinstance(reason, TimeIsUp) else "Ctrl-C"
+            others = [one for one in self._smallest if one.candidate.family not in self._largest]
+            best = sorted([*self._fitting, *others], key=_rank_key)[:SHOWN]
+        return Answer(tuple(best), tuple(self._out), self.planner.workers.planned, count, stopped)
+
+    def _visit(self, waiting: dict[Layout, list[Family]]) -> None:
+        """Search the families of all layouts, and keep in ``_fitting`` the fitting candidates.
+
+        Raises:
+            ConfigError: The engine refuses all candidates for the same reason.
+        """
+        space, done, count_of_families = self.planner.space, 0, sum(map(len, waiting.values()))
         first = next(iter(waiting), None)
         if first is not None:
             self.planner.on_progress("smallest candidates", 0.0, _PREPARATION)
@@ -155,8 +175,6 @@ class Search:
         refused = {one.reason for one in self._out if one.kind == _REFUSED}
         if not self._fitting and len(refused) == len({one.reason for one in self._out}) == 1:
             raise ConfigError(f"--fit: every configuration is {refused.pop()}")
-        best = self._best()
-        return Answer(tuple(best), tuple(self._out), self.planner.workers.planned, count)
 
     # -- layouts and families ---------------------------------------------------------------------------------------------
 
@@ -197,7 +215,10 @@ class Search:
         return least > reached
 
     def _try_smallest(self, layout: Layout, size: int) -> None:
-        """Try, at each stage, the candidate with the least memory without offload of states; if it does not fit, others are excluded."""
+        """Try, at each stage, the candidate with the least memory without offload of states; if it does not fit, others are excluded.
+
+        Those that fit are the first answer of a search that is stopped.
+        """
         space = self.planner.space
         families = [
             Family(layout, stage, Tier(), 1, space.moves and layout.pipeline == 1) for stage in STAGES if stage or not layout.shard_group
@@ -206,7 +227,7 @@ class Search:
         self.planner.prepare([one for one in candidates if one.family.stage >= 2])
         for candidate in candidates:
             with suppress(HfZeroError):  # reported when the search visits the family
-                self._try(candidate)
+                self._smallest += filter(None, [self._try(candidate)])
 
     def _best_so_far(self) -> str:
         """Return the fastest fitting candidate so far as a clause for the progress; "" without one."""
@@ -331,7 +352,8 @@ class Search:
     def _best(self) -> list[Fitting]:
         """Return the fastest fitting candidates, planned with all blocks; if one then does not fit, try its smaller sizes."""
         self.planner.on_progress("best candidates, with all blocks", 0.98, 1.0)
-        waiting = sorted(self._fitting, key=_rank_key)
+        waiting = self._fitting  # which has the best so far if the search is stopped
+        waiting.sort(key=_rank_key)
         while not all(one.whole for one in waiting[:SHOWN]):
             self.planner.prepare([one.candidate for one in waiting[:SHOWN] if not one.whole], whole=True)
             one = next(one for one in waiting[:SHOWN] if not one.whole)

@@ -240,33 +240,6 @@ def test_few_blocks_stand_for_all_only_where_no_limit_lies_between() -> None:
     assert matched.counts({}, 1, 2) is None
 
 
-class MadeUp(Workers):
-    """Tells made-up costs of what it is to plan."""
-
-    def costs(self, tasks: Sequence[Task]) -> list[Costs | HfZeroError]:
-        self.planned += len(tasks)
-        return [self._told(task) for task in tasks]
-
-    def _told(self, task: Task) -> Costs:
-        zero, accumulation = task.config["zero_optimization"], task.config["gradient_accumulation_steps"]
-        blocks, stage, again = task.model.settings["num_hidden_layers"], zero["stage"], task.model.checkpointing
-        held = (18, 9, 8, 5)[stage] * (1 if "offload_optimizer" not in zero else 0.5) + task.load.micro_batch * (2 if again else 8)
-        work = Part(1e15 * (4 if again else 3) * blocks, 0, 0, blocks * accumulation, 1e9 * blocks * (1 + stage), 0, 0)
-        return Costs(blocks * held, blocks, 0, work, replace(work, flops=0.0), 0, 0, 0)
-
-
-@pytest.mark.parametrize(("memory", "most", "best"), [(2000, 54, "stage 0"), (700, 68, "stage 1"), (300, 56, "stage 1")])
-def test_a_search_runs_the_engine_no_more_often_than_it_did(memory: int, most: int, best: str) -> None:
-    space = Space({}, 8, 64, [Layout()], tiers_of(False, ""))
-    blocks = replace(blocks_of(ModelWish("llama", {**LLAMA, "num_hidden_layers": 40})), count=40)
-    workers = MadeUp()
-    searching = Planner(space, blocks, Cluster(8, 8), Hardware(memory=memory), LENGTH, "sdpa", settled, workers=workers)
-    answer = Search(searching, rates_of({}, {}, 8, on_host=False)).run()
-    assert str(answer.best[0].candidate).startswith(best)
-    assert all(one.whole for one in answer.best)
-    assert workers.planned == answer.planned <= most
-
-
 @pytest.mark.slow
 def test_processes_beside_this_one_tell_the_same() -> None:
     config = settled({"zero_optimization": {"stage": 1}})
@@ -405,6 +378,8 @@ WRONG: list[tuple[list[str], list[str]]] = [
     ([*FIT, "--axes", "experts"], ["--axes", "no experts"]),
     ([*FIT, "--rate", "ram=1Gbit"], ["--rate", "ram", "host-memory"]),
     ([*FIT, "--rate", "memory=1GB"], ["--rate memory", "1GB", "400Gbit"]),
+    ([*FIT, "--minutes", "0"], ["--minutes is 0", "above 0"]),
+    (["--minutes", "3", "--config", "{}"], ["--minutes", "--fit"]),
     ([*FIT, "--measure"], ["--measure", "--device cpu"]),
     ([*FIT, "--plot", "x.png"], ["--plot", "--write"]),
     (["--write", "x", "--config", "{}"], ["--write", "--fit"]),
