@@ -358,16 +358,20 @@ def step(method: Callable[..., None], wrapper: Any, *args: Any, **kwargs: Any) -
 def zero_grad(method: Callable[..., None], wrapper: Any, *args: Any, **kwargs: Any) -> None:
     """Replace ``DeepSpeedOptimizerWrapper.zero_grad``: drop the gradients whose update waits for ``optimizer.step()``.
 
+    Those of ``engine.backward`` wait if ``accumulate()`` announces the last micro-step, or once their number is reached: collective then.
+
     Raises:
         StateError: Gradients were dropped several times, and the loop never calls ``optimizer.step()``.
     """
     method(wrapper, *args, **kwargs)
-    engine = _engine_of_optimizer(wrapper)
-    if engine is None or not _gradient_state().sync_gradients:
+    engine, state = _engine_of_optimizer(wrapper), _gradient_state()
+    if engine is None or not state.sync_gradients:
         return
     loop = LOOPS.get(engine.optimizer)
     if loop is None or not loop.waiting:
-        if engine.accumulation.awaits_update:
+        count = engine.accumulation
+        ends = getattr(state, _SAID, False) or count.of_step >= count.steps  # else the script may clear after each of its backwards
+        if count.awaits_update or (ends and _complete(engine)):
             engine.zero_grad()
             if loop is not None:
                 loop.end_clipping(engine)

@@ -180,6 +180,23 @@ def _by_engine(loop: _Plain, step: int) -> None:
         loop.clear()
 
 
+def _by_engine_dropped(loop: _Plain, step: int) -> None:
+    """The gradients of an optimizer step that is left out are dropped."""
+    loop.by_engine(loop.loss(step))
+    if step % loop.micro_steps == loop.micro_steps - 1:
+        if step >= loop.micro_steps:
+            loop.step()
+        loop.clear()
+
+
+def _by_engine_dropped_in_accumulate(loop: _Plain, step: int) -> None:
+    with loop.accumulate():
+        loop.by_engine(loop.loss(step))
+        if step != loop.micro_steps - 1:
+            loop.step()
+        loop.clear()
+
+
 def _two(loop: _Plain, step: int) -> None:
     with loop.accumulate() if loop.micro_steps > 1 else nullcontext():
         loss = loop.loss(step) + loop.loss(step, 1)
@@ -198,6 +215,8 @@ LOOPS: tuple[tuple[Callable[[_Plain, int], None], tuple[int, ...]], ...] = (
     (_mixed, (2,)),
     (_alternate, (1, 2)),
     (_by_engine, (1, 2)),
+    (_by_engine_dropped, (1, 2)),
+    (_by_engine_dropped_in_accumulate, (1, 2)),
     (_two, (1, 2)),
 )
 
