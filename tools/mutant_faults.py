@@ -610,15 +610,6 @@ FAULTS: tuple[Fault, ...] = (
         ),
     ),
     *_in(
-        "checkpoint/format/records.py",
-        (
-            "a parameter counts in its former unit too",
-            "if unit.kind == MASTER or (unit.tensor_rank, param.name) not in trained)",
-            "if True)",
-            ("tests/checkpoint/test_checkpoint_own_optimizers.py",),
-        ),
-    ),
-    *_in(
         "checkpoint/files/catalog.py",
         (
             "a rank without an expert counts as a file without its states",

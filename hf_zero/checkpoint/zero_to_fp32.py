@@ -91,10 +91,9 @@ class Checkpoint:
             for loose in self.index["loose"]:
                 self.frozen.add(loose["name"])
                 self._add(loose, _Place(None, loose["file"], 0, 0, loose["dim"], loose["ranges"]))
-            within = [(unit, param) for unit in self.index["units"] for param in unit["params"] if param["name"][-1:] != "."]
-            trained = {(unit["tensor_rank"], param["name"]) for unit, param in within if unit["kind"] == "master"}
+            within = [(unit, param) for unit in self.index["units"] for param in unit["params"]]
             for unit, param in within:
-                if unit["kind"] == "master" or (unit["tensor_rank"], param["name"]) not in trained:  # else its former place
+                if param["name"][-1:] != ".":  # else the place of a parameter that has left
                     self._add(param, _Place(unit, "", param["offset"], unit["tensor_rank"], param["dim"], param["ranges"]))
                     self.frozen |= {param["name"]} if unit["kind"] != "master" else set()
             for name, places in self.params.items():

@@ -224,16 +224,9 @@ class UnitRecord:
 
 
 def present_params(units: Iterable[UnitRecord]) -> Iterator[tuple[UnitRecord, ParamRecord]]:
-    """Yield units and their parameters, without places whose parameters have left (``has_left``).
-
-    Earlier versions gave such places in frozen units no name of their own: a parameter that was trained later has a trained unit too, and
-    only that one counts.
-    """
-    units = list(units)
-    trained = {(unit.tensor_rank, param.name) for unit in units if unit.kind == MASTER for param in unit.params}
+    """Yield units and their parameters, without places whose parameters have left (``has_left``)."""
     for unit in units:
-        held = (param for param in unit.params if not has_left(param.name))
-        yield from ((unit, param) for param in held if unit.kind == MASTER or (unit.tensor_rank, param.name) not in trained)
+        yield from ((unit, param) for param in unit.params if not has_left(param.name))
 
 
 def _is_shape(shape: tuple[int, ...]) -> bool:
