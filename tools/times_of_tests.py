@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 PAGE = REPOSITORY / "CONTRIBUTING.md"
 DATA = REPOSITORY / "tests" / "data"
 FAULTS = REPOSITORY / "benchmarks" / "results" / "mutants.json"
-LONG = 4.0  # seconds
+LONG = 3.0  # seconds
 START, STOP = "<!-- times: made by python -m tools.times_of_tests -->", "<!-- end of times -->"
 
 
