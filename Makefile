@@ -46,7 +46,7 @@ help:
 	@echo "make test      run the fast tests (TEST_ARGS='-k alias', TEST_WORKERS=2); LONG=1 adds those that take seconds, as CI does"
 	@echo "make test-quick  run what a minute allows, after every edit: configuration, imports, traces, one row of the parity matrix per stage"
 	@echo "make test-all  run every test"
-	@echo "make test-newest  the fast tests with what the package index has today, pins ignored (NEWEST_TORCH)"
+	@echo "make test-newest  all but the slow tests with what the package index has today, pins ignored (NEWEST_TORCH)"
 	@echo "make test-oldest  the essential tests with the oldest versions that are allowed (OLDEST_PYTHON, OLDEST_BUT, OLDEST_TESTS)"
 	@echo "make lint      check format, style, types and spelling; make format repairs the first two"
 	@echo "make audit     scan the sources for unsafe code and secrets, check the dependencies, run every fuzzer (SECURITY.md)"

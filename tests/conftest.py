@@ -24,7 +24,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Variables that start-up code reads. A test that leaves one behind changes the meaning of the next.
 WATCHED_PREFIXES = ("ACCELERATE_", "DEEPSPEED_", "DS_", "FSDP_", "HF_ZERO", "LOCAL_", "MASTER_", "RANK", "WORLD_SIZE")
 
-_SHARED_SECONDS: dict[tuple[str, str], float] = {}  # of the fixtures of modules and the session: path below which they count, name
+_SHARED_SECONDS: dict[tuple[str, str], float] = {}  # set-up of each shared fixture, by the path below which it counts and its name
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -60,7 +60,7 @@ def seconds_by_test(report: Path) -> dict[str, float]:
 def long_tests(report: Path, faults: Path) -> list[str]:
     """Return the tests, each with its parameters, that take at least ``LONG`` seconds, or share fixtures that do.
 
-    A test that found a planted fault is none of them.
+    A test that was the first to find a planted fault is none of them.
 
     Args:
         report: The XML file of ``pytest --junitxml``.

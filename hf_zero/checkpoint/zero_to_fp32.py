@@ -91,11 +91,11 @@ class Checkpoint:
             for loose in self.index["loose"]:
                 self.frozen.add(loose["name"])
                 self._add(loose, _Place(None, loose["file"], 0, 0, loose["dim"], loose["ranges"]))
-            within = [(unit, param) for unit in self.index["units"] for param in unit["params"]]
+            # A name with a dot at its end is the place of a parameter that has left the model.
+            within = [(unit, param) for unit in self.index["units"] for param in unit["params"] if param["name"][-1:] != "."]
             for unit, param in within:
-                if param["name"][-1:] != ".":  # else the place of a parameter that has left
-                    self._add(param, _Place(unit, "", param["offset"], unit["tensor_rank"], param["dim"], param["ranges"]))
-                    self.frozen |= {param["name"]} if unit["kind"] != "master" else set()
+                self._add(param, _Place(unit, "", param["offset"], unit["tensor_rank"], param["dim"], param["ranges"]))
+                self.frozen |= {param["name"]} if unit["kind"] != "master" else set()
             for name, places in self.params.items():
                 self._check_places(name, places)
 

@@ -63,7 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="parallel axes to try: none, or some of replicas,tensor,sequence,context,experts,pipeline (default: all that may help)",
     )
     group.add_argument(
-        "--minutes", type=float, metavar="N", help="print the best so far when N minutes are over, after the plan that runs; so does Ctrl-C"
+        "--minutes",
+        type=float,
+        metavar="N",
+        help="stop after N minutes, when the plan under way ends, and print the best so far; so does Ctrl-C",
     )
     group.add_argument("--nvme-path", default="", metavar="DIR", help="also try offload to files in this folder, on every node")
     group.add_argument("--measure", action="store_true", help="first measure rates of matrix products, memory and collectives here")
