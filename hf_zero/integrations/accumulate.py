@@ -341,6 +341,7 @@ def step(method: Callable[..., None], wrapper: Any, *args: Any, **kwargs: Any) -
         return
     loop = begun(engine)
     loop.know()
+    engine.accumulation.several = True
     updates, loop.updates, loop.steps = loop.updates, 0, True
     if updates > 1 or (updates and completes and engine.accumulation.awaits_step):
         raise StateError(

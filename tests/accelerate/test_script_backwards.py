@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support import ranks, trainers
+from tests.support.logged import messages_of_log
 from tests.support.rows import slow_but
 
 STEPS, WIDTH = 4, 6
@@ -237,6 +238,22 @@ def _equal(stage: int) -> None:
                 assert zero.models[0].global_steps > 0, label
                 for model in zero.models[: len(zero.optimizers)]:
                     model.destroy()
+
+
+def _by_engine_without_a_warning() -> None:
+    with trainers.clean_state(), messages_of_log() as said:
+        loop = _Zero(2, 1, both=False)
+        for step in range(STEPS):
+            with loop.accumulate():
+                loop.by_engine(loop.loss(step))
+                loop.step()
+                loop.clear()
+        assert loop.models[0].global_steps == STEPS // 2
+        assert not [line for line in said if "several backwards" in line], said
+
+
+def test_backwards_that_accumulate_announces_are_no_warning() -> None:
+    ranks.run_ranks(_by_engine_without_a_warning, 2)
 
 
 @pytest.mark.fast_rows("3")

@@ -27,6 +27,7 @@ class Accumulation:
         boundary: Whether the micro-step begun last is a boundary.
         micro_steps: Number of micro-steps so far.
         plain: Whether a backward that the script starts is one of plain PyTorch: nothing divides it, and the next step updates.
+        several: Whether several backwards before one ``step`` are expected, because the loop says by other means where it updates.
         held_back: Whether the last backward was inside a ``no_sync`` that allows no step and is closed now; its gradients were not reduced.
     """
 
@@ -34,6 +35,7 @@ class Accumulation:
         self.steps = steps
         self.managed = managed
         self.plain = False
+        self.several = False
         self.boundary = False
         self.micro_steps = 0
         self._said: bool | None = None
@@ -82,7 +84,7 @@ class Accumulation:
         self._backwards += 1
         self._broke = self._cleared = False
         if forwards is None or forwards != self._seen_forwards:
-            if self._awaits_step and self.managed and self._said is None and self.steps > 1:
+            if self._awaits_step and self.managed and self._said is None and self.steps > 1 and not self.several:
                 self._warn_of_several_calls()
             self._seen_forwards = self._seen_forwards if forwards is None else forwards
             self.micro_steps += 1
