@@ -205,17 +205,32 @@ def announce(message: str) -> None:
 
 
 @contextmanager
-def messages_suppressed() -> Iterator[None]:
-    """Suppress announcements and messages below ERROR inside the ``with`` block, for engines that are made for a measurement."""
+def messages_suppressed() -> Iterator[list[str]]:
+    """Suppress announcements and messages below ERROR inside the ``with`` block, for engines that are made for a measurement or a plan.
+
+    Yields:
+        A list that receives the warnings. Each of them is logged again when it occurs outside of the block.
+    """
     global _announcements_off
-    before, level = _announcements_off, logger.level
+    before, level, said, found = _announcements_off, logger.level, set(_warned), []
+
+    def collect(record: logging.LogRecord) -> bool:
+        if record.levelno == logging.WARNING:
+            found.append(record.getMessage())
+        return record.levelno >= logging.ERROR
+
     _announcements_off = True
-    logger.setLevel("ERROR")
+    _warned.clear()
+    logger.setLevel("WARNING")
+    logger.addFilter(collect)
     try:
-        yield
+        yield found
     finally:
+        logger.removeFilter(collect)
         _announcements_off = before
         logger.setLevel(level)
+        _warned.clear()
+        _warned.update(said)
 
 
 def warn_once(message: str) -> None:

@@ -297,7 +297,16 @@ def _to_dict(answer: Answer, planner: Planner, rates: Rates) -> dict[str, object
         "candidates": answer.candidates,
         "planned": answer.planned,
         "stopped": answer.stopped or None,
+        "warnings": _warnings(answer, planner),
     }
+
+
+def _warnings(answer: Answer, planner: Planner) -> list[str]:
+    """Return the warnings about keys of the configuration that a run of one of the best candidates logs."""
+    from hf_zero.config.resolve import analyse
+
+    found = [analyse(planner.space.config(one.candidate)).problems.warnings for one in answer.best]
+    return list(dict.fromkeys(text for texts in found for text in texts))
 
 
 def _best(one: Fitting, planner: Planner) -> dict[str, object]:
@@ -333,6 +342,7 @@ def _lines(answer: Answer, planner: Planner, rates: Rates) -> list[str]:
         lines.append(_stopped_line(answer))
     elif not answer.best:
         lines.append(f"NOTHING FITS into {_limits_text(planner)}")
+    lines += [f"- a run warns: {text}" for text in _warnings(answer, planner)]
     lines += _excluded_lines(answer)
     lines += ["", f"{answer.candidates} candidates, {answer.planned} plans. The seconds are based on these rates:"]
     return [*lines, *_rate_lines(rates)]

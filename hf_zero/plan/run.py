@@ -6,7 +6,7 @@ import copy
 import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -155,7 +155,7 @@ class Observation:
         largest_unit_bytes: Bytes of the largest gathered unit.
         parts: Number of micro-batches into which a pipeline divides a batch.
         pipeline: Division of the model over pipeline stages; None without a pipeline.
-        assumptions: Assumptions behind the numbers, as sentences.
+        assumptions: Assumptions behind the numbers, and warnings that a run logs, as sentences.
     """
 
     changes: list[Change]
@@ -221,9 +221,16 @@ def observe_step(
     with pretended_world(cluster, rank, messages) as device:
         recorder = StorageRecorder(device, model.vocabulary)
         kernels = nullcontext() if attention in ("eager", "reference") or cluster.on_host else device_attention(attention == "flash")
-        with recorder.active(), masks_by_values(), kernels, observe.messages_suppressed(), torch.autograd.set_multithreading_enabled(False):
+        with (
+            recorder.active(),
+            masks_by_values(),
+            kernels,
+            observe.messages_suppressed() as warnings,
+            torch.autograd.set_multithreading_enabled(False),
+        ):
             try:
-                return _Run(model, dict(config), cluster, load, device, recorder).observation()
+                found = _Run(model, dict(config), cluster, load, device, recorder).observation()
+                return replace(found, assumptions=(*found.assumptions, *(f"a run warns: {text}" for text in dict.fromkeys(warnings))))
             except HfZeroError:
                 raise
             except NotImplementedError as error:
@@ -319,13 +326,15 @@ class _Run:
 
     def _train(self, engine: Any, count: int) -> list[MicroStep]:
         found: list[MicroStep] = []
-        for _ in range(count):
+        for left in reversed(range(count)):
             with self._measured(found):
                 with self.recorder.allocating("other"):
                     batch = self._batch()
                 with torch.autograd.graph.save_on_cpu() if self.model.moves else nullcontext():
                     engine.backward(loss_of(engine(**batch)))
                 self._mark_gradients(engine)
+                if left:
+                    engine.step()  # the engine counts calls: only the last one updates
         with self._measured(found):
             engine.step()
             self._mark_owned(engine)

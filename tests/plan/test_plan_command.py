@@ -72,7 +72,7 @@ def answers(folder: Path) -> dict[str, tuple[int, str, str]]:
         "disk": [str(folder), *RANKS[2:], "--json", "--config", json.dumps(disk)],
         "python": [f"python:{folder / 'model.py'}:make", *RANKS, "--json", "--set", "width=16"],
         "eager": [str(folder), *RANKS, "--json", "--attention", "eager", "--memory", "100kB"],
-        "tensor": [str(folder), "--ranks", "2", "--config", json.dumps({**ZERO, "tensor_parallel": {"autotp_size": 2}})],
+        "tensor": [str(folder), "--ranks", "2", "--config", json.dumps({**ZERO, "tensor_parallel": {"autotp_size": 2}, "other_key": 1})],
         "flash": [str(folder), *RANKS, "--json", "--attention", "flash"],
         "host": [str(folder), *RANKS, "--device", "cpu", "--memory", "100kB", "--json"],
     }
@@ -128,6 +128,11 @@ def test_a_page_is_one_file_that_answers_when_it_is_pointed_at(answers: Any, fol
     assert 10 < len(titles) <= 400 and all(": " in title.splitlines()[0] for title in titles)
     assert any("activations " in title for title in titles) and "limit 1.00 GiB" in page and "it fits" in page
     assert "http" not in page and "<script" not in page and "url(" not in page
+
+
+def test_warnings_of_a_run_are_in_its_plan(answers: Any) -> None:
+    assert "\n- a run warns: `other_key` is ignored" in answers["tensor"][1]
+    assert "a run warns" not in answers["table"][1]
 
 
 def test_offload_is_on_other_tiers(answers: Any) -> None:

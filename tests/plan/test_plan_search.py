@@ -54,6 +54,16 @@ def test_a_search_runs_the_engine_no_more_often_than_it_did(memory: int, most: i
     assert workers.planned == answer.planned <= most
 
 
+def test_warnings_about_the_configuration_are_in_the_answer() -> None:
+    searching = planner_of(MadeUp(), 2000)
+    searching.space = replace(searching.space, base={"other_key": 1})
+    rates = rates_of({}, {}, 8, on_host=False)
+    answer = Search(searching, rates).run()
+    assert any(line.startswith("- a run warns: `other_key` is ignored") for line in fit._lines(answer, searching, rates))
+    (warning,) = fit._to_dict(answer, searching, rates)["warnings"]
+    assert warning.startswith("`other_key`")
+
+
 @dataclass
 class Stopping(MadeUp):
     """Calls ``stop`` instead of more than ``most`` plans."""

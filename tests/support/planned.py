@@ -160,11 +160,12 @@ def trained(
         engine.accumulation.steps = count
         for _ in range(count):
             engine.backward(loss_of(engine(**built.batch(samples, length))))
-        engine.step()
+            engine.step()
 
     step(1)
     before = sum(network.sent_bytes for network in networks)
     step(steps)
+    assert engine.global_steps == 2
     states = [value for segment in engine.optimizer.segments for value in segment.state.values() if isinstance(value, torch.Tensor)]
     found = {
         "masters": sum(unit.master.nbytes for unit in engine.units if unit.master is not None and unit.master is not unit.shard),
