@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hf_zero.config.problems import show
 from hf_zero.errors import ConfigError, HfZeroError, printable
 from hf_zero.plan import fit
+from hf_zero.plan.progress import shown
 
 if TYPE_CHECKING:
     from hf_zero.plan.prediction import Prediction
@@ -74,7 +75,8 @@ def run(options: argparse.Namespace) -> int:
             fit.require_flags(options, inputs)
             return fit.run(options, inputs)
         fit.refuse_without_fit(options)
-        prediction = _predict(options, inputs)
+        with shown("hf-zero plan", "one optimizer step of a rank"):
+            prediction = _predict(options, inputs)
         if options.plot is not None:
             _draw(prediction, options)
     except HfZeroError as error:

@@ -7,15 +7,15 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 from hf_zero.errors import ConfigError
+from hf_zero.plan.progress import SearchBar, shown
 
 if TYPE_CHECKING:
     from hf_zero.plan.costs import Rates
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 LONG = 8192
 """Tokens of a sequence from which on context parallelism is tried without ``--axes``: below it, other axes divide activations enough."""
-_LINE_SECONDS = 10.0  # between two lines about a search, where no bar is shown
 _EXAMPLES = 4  # excluded candidates that are printed, of each kind of reason
 _RATES = ("memory", "host-link", "host-memory", "disk")
 Settle = Callable[..., dict[str, Any]]
@@ -142,7 +141,9 @@ def run(options: argparse.Namespace, inputs: PlanInputs) -> int:
     if options.minutes is not None:
         planner.until = time.monotonic() + 60 * options.minutes
     with closing(planner.workers):  # ends after plans that still run, which have nothing to say
-        with _shown(planner):
+        with shown("hf-zero plan --fit", "the first plan") as show:
+            bar = SearchBar(show)
+            planner.on_progress, planner.workers.ended = bar.begin, bar.advance
             answer = Search(planner, rates).run()
         if options.json:
             print(json.dumps(_to_dict(answer, planner, rates), indent=2))
@@ -196,70 +197,6 @@ def _axes(text: str | None, experts: bool, sequence: int) -> list[str]:
     if "experts" in axes and not experts:
         raise ConfigError(f"--axes is {text!r}, but the model's configuration names no experts: remove experts")
     return axes
-
-
-@contextmanager
-def _shown(planner: Planner) -> Iterator[None]:
-    """Show a progress bar inside the ``with`` if stderr is a terminal; otherwise print a line to it now and then."""
-    if not sys.stderr.isatty():
-        with _printed(planner):
-            yield
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-    columns = (BarColumn(bar_width=30), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        bar = _Bar(lambda text, done: progress.update(task, description=text, completed=done))
-        task = progress.add_task("", total=1.0)
-        planner.on_progress, planner.workers.ended = bar.begin, bar.advance
-        yield
-
-
-@contextmanager
-def _printed(planner: Planner) -> Iterator[None]:
-    """Print a line with the part of the search and the number of its plans to stderr every ``_LINE_SECONDS`` inside the ``with``."""
-    texts, began, over = ["the first plan"], time.monotonic(), Event()
-    bar = _Bar(lambda text, _: texts.append(text))
-    planner.on_progress, planner.workers.ended = bar.begin, bar.advance
-
-    def tell() -> None:
-        while not over.wait(_LINE_SECONDS):
-            with suppress(OSError, ValueError):  # nobody reads stderr any more
-                print(f"hf-zero plan --fit, {time.monotonic() - began:.0f} s: {texts[-1]}", file=sys.stderr, flush=True)
-
-    thread = Thread(target=tell, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-class _Bar:
-    """Progress of a search. The number of plans of a part is unknown, so each plan fills a quarter of the rest of the part.
-
-    Args:
-        show: Function that shows a text and the progress from 0 to 1.
-    """
-
-    def __init__(self, show: Callable[[str, float], None]) -> None:
-        self._show, self._text, self._done, self._next, self._plans = show, "", 0.0, 0.0, 0
-
-    def begin(self, text: str, done: float, after: float) -> None:
-        """Begin the part ``text`` of the search, from progress ``done`` to ``after`` (0 to 1); the bar never goes back."""
-        self._text, self._done, self._next = text, max(done, self._done), after
-        self._say()
-
-    def advance(self) -> None:
-        """Advance the bar after a plan."""
-        self._plans += 1
-        self._done += max(0.0, self._next - self._done) / 4
-        self._say()
-
-    def _say(self) -> None:
-        self._show(f"{self._text}, {self._plans} plans" if self._plans else self._text, self._done)
 
 
 def _given_rates(options: argparse.Namespace) -> dict[str, float]:

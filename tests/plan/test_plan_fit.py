@@ -10,7 +10,6 @@ from contextlib import closing, redirect_stderr, redirect_stdout
 from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_zero.cli import main
 from hf_zero.errors import ConfigError, HfZeroError
-from hf_zero.plan import fit
+from hf_zero.plan import fit, progress
 from hf_zero.plan.candidates import Candidate, Family, Layout, Space, Tier, families_of, layouts_of, tiers_of
 from hf_zero.plan.command import settled
 from hf_zero.plan.costs import MEASURED, Costs, Part, extrapolated, rates_of
@@ -407,7 +406,7 @@ def test_what_a_rank_holds_of_a_dimension_is_known_without_values() -> None:
 @pytest.mark.quick
 def test_the_bar_moves_with_every_plan_and_never_back() -> None:
     seen: list[tuple[str, float]] = []
-    bar = fit._Bar(lambda text, done: seen.append((text, done)))
+    bar = progress.SearchBar(lambda text, done: seen.append((text, done or 0.0)))
     for number in range(5):
         bar.begin(f"part {number}", number / 5, (number + 1) / 5)
         for _ in range(10):
@@ -421,18 +420,18 @@ def test_the_bar_moves_with_every_plan_and_never_back() -> None:
 
 @pytest.mark.quick
 def test_where_no_bar_is_shown_lines_tell_of_the_search(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(fit, "_LINE_SECONDS", 0.01)
-    one: Any = SimpleNamespace(workers=Workers())
+    monkeypatch.setattr(progress, "_LINE_SECONDS", 0.01)
 
     def has_printed(text: str) -> bool:
         said.append(capsys.readouterr().err)
         return text in "".join(said)
 
     said: list[str] = []
-    with fit._shown(one):
+    with progress.shown("hf-zero plan --fit", "the first plan") as show:
+        bar = progress.SearchBar(show)
         until(lambda: has_printed(" s: the first plan\n"), "a line before the first plan ends")
-        one.on_progress("stage 2", 0.0, 0.5)
-        one.workers.ended()
+        bar.begin("stage 2", 0.0, 0.5)
+        bar.advance()
         until(lambda: has_printed(" s: stage 2, 1 plans\n"), "a line after it")
     assert re.match(r"hf-zero plan --fit, \d+ s: the first plan\n", "".join(said))
 
