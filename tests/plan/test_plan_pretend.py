@@ -14,6 +14,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(pretend.missing()), reas
 
 def test_peaks_are_within_two_percent() -> None:
     cases = combinations()[::7]
+    for case in cases[1::2]:
+        case["config"]["gradient_accumulation_steps"] = 3
     assert {case["config"]["zero_optimization"]["stage"] for case in cases} == {0, 1, 2, 3}
     for case, told, real in zip(cases, planned.planned_peaks(cases, 2), planned.real_peaks(cases, 2), strict=True):
         assert told == pytest.approx(real, rel=0.02), name_of(case)

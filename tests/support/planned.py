@@ -205,23 +205,25 @@ def key(case: Mapping[str, Any]) -> str:
 def peak_on_device(
     model: str, settings: Mapping[str, Any], config: Mapping[str, Any], samples: int, length: int, wish: Mapping[str, Any]
 ) -> Any:
-    """Return the allocator's peak in the second step on the pretend accelerator, and the bytes sent; in a job of ranks."""
+    """Return the allocator's peak in the second optimizer step on the pretend accelerator; in a job of ranks."""
     from hf_zero.plan.models import loss_of
 
     device = ranks.device()
     gc.collect()
     base = torch.accelerator.memory_allocated(device)
     built, engine = engine_of(model, settings, config, samples, wish, device)
-    for _ in range(2):
+    for count in (1, engine.accumulation.steps):
+        engine.accumulation.steps = count
         gc.collect()
         torch.accelerator.synchronize()
         torch.accelerator.reset_peak_memory_stats(device)
-        batch = {name: value.to(device) for name, value in built.batch(samples, length).items()}
-        with torch.autograd.graph.save_on_cpu() if built.moves else nullcontext():
-            loss = loss_of(engine(**batch))
-            engine.backward(loss)
-        del loss, batch
-        engine.step()
+        for _ in range(count):
+            batch = {name: value.to(device) for name, value in built.batch(samples, length).items()}
+            with torch.autograd.graph.save_on_cpu() if built.moves else nullcontext():
+                loss = loss_of(engine(**batch))
+                engine.backward(loss)
+            del loss, batch
+            engine.step()
     peak = torch.accelerator.max_memory_allocated(device) - base
     engine.destroy()
     return peak
