@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 _WHERE = "The model's code or hf_zero raised this error: set HF_ZERO_LOG_LEVEL=DEBUG for the traceback"
 _MICRO = "train_micro_batch_size_per_gpu"
+_LEFT_OUT = (
+    "wall_clock_breakdown", "memory_breakdown", "flops_profiler", "comms_logger", "tensorboard", "wandb", "comet", "csv_monitor",
+    "scheduler",
+)  # fmt: skip
 _MODEL = "folder or file with a config.json, an ID on the Hub, a model_type of transformers, or python:FILE.py:FUNCTION"
 _AUTO = 'value of a training argument that replaces "auto", such as bf16=true; may be given several times'
 _FROM = "FSDP settings (accelerate's YAML, Trainer's arguments, transformers' DistributedConfig): print the equivalent configuration"
@@ -161,7 +165,23 @@ def _inputs(options: argparse.Namespace) -> fit.PlanInputs:
     for name, other in (("bf16", "fp16"), ("fp16", "bf16")):
         if sources.get(name) is True:
             sources.setdefault(other, False)  # Trainer refuses both
+    if options.config is not None:
+        _require_valid(options.config, sources)
     return fit.PlanInputs(model, Cluster(options.ranks, near, options.device == "cpu"), hardware, settled, sources)
+
+
+def _require_valid(source: str, sources: Mapping[str, Any]) -> None:
+    """Raise for a mistake in the sections that a plan leaves out: it would stop a run.
+
+    Raises:
+        ConfigError: Names the mistakes.
+    """
+    from hf_zero.config.auto import filled
+    from hf_zero.config.read import read_config
+    from hf_zero.config.resolve import resolve
+
+    config = filled(read_config(source), sources)
+    resolve({_MICRO: 1, **{name: config[name] for name in _LEFT_OUT if name in config}})
 
 
 def _pairs(texts: Sequence[str], flag: str) -> dict[str, Any]:
@@ -226,18 +246,8 @@ def settled(
     from hf_zero.config.read import read_config
 
     config = filled(read_config(source), sources or {})
-    for name in (
-        "wall_clock_breakdown",
-        "memory_breakdown",
-        "flops_profiler",
-        "comms_logger",
-        "tensorboard",
-        "wandb",
-        "comet",
-        "csv_monitor",
-    ):
-        config.pop(name, None)  # they observe a run and do not change it
-    config.pop("scheduler", None)  # it needs no memory, but may need the number of steps of a run
+    for name in _LEFT_OUT:  # they observe a run and do not change it; a scheduler may need the number of steps of a run
+        config.pop(name, None)
     if micro_batch is not None:
         if "gradient_accumulation_steps" in config:
             config.pop("train_batch_size", None)

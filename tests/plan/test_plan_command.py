@@ -224,6 +224,8 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["{}", *RANKS, "--trainable", "lora:rank=2"], ["lora:rank=2", "match:REGEX"]),
     (["{}", "--device", "cpu", "--ranks", "6", "--config", json.dumps({"tensor_parallel": {"autotp_size": 4}})], ["6 rank", "autotp_size"]),
     (["{}", "--config", json.dumps({"train_micro_batch_size_per_gpu": "1.5"})], ["micro_batch_size_per_gpu", '"1.5"', "a whole number"]),
+    (["{}", "--config", json.dumps({"scheduler": {"type": "WarmupL"}})], ["`scheduler.type`", "did you mean WarmupLR?"]),
+    (["{}", "--fit", "--memory", "1GB", "--config", json.dumps({"wandb": {"teem": "a"}})], ["`wandb.teem`", "did you mean `wandb.team`?"]),
     (["{}", "--config", json.dumps({"torch_autocast": {"enabled": True}})], ["torch_autocast", "--device cpu"]),
     (
         ["{}", "--config", json.dumps({"pipeline": {"stages": 2}}), "--ranks", "3"],
