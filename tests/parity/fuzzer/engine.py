@@ -287,8 +287,7 @@ class Zero(Side):
         return {}
 
     def hook_grad(self, param: str) -> Seen:
-        parameter = self.model.get_parameter(param)
-        return {} if is_elsewhere(parameter) else self.scale_gradient(parameter)
+        return self.scale_gradient(self.model.get_parameter(param))
 
     def clip_grads(self) -> Seen:
         return {"norm": torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.3)}
