@@ -229,6 +229,11 @@ def host_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
 
 
 def _served(group: dist.ProcessGroup) -> dict[str, str]:
+    if group is not None and not exists(group):
+        raise StateError(
+            "the process group has been destroyed (by accelerator.end_training() or torch.distributed.destroy_process_group()), so the "
+            "ranks cannot send each other values any more. Train, gather parameters, save and load before that call"
+        )
     config = dist.get_backend_config(group)
     return dict(part.split(":") for part in config.split(",") if ":" in part)
 

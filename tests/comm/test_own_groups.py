@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_zero import zero
 from hf_zero.comm import process_groups
+from hf_zero.errors import StateError
 from tests.support import ranks
 from tests.support.models import CASES
 from tests.support.parity import Run, initialize
@@ -66,3 +68,20 @@ def test_groups_of_others_count() -> None:
     first, second, third, fourth = ranks.run_ranks(_named_alike, 4)
     assert first == fourth and second == third and first[1] == second[1]
     assert first[0] != second[0] and first[2] != second[2] and len({*first, *second}) == 5
+
+
+def _after_the_end(stage: int) -> None:
+    engine = initialize(CASES["mlp"].build(), Run(stage))
+    parameters = list(engine.module.parameters())
+    dist.destroy_process_group()
+    with pytest.raises(StateError, match=r"process group has been destroyed \(by accelerator.end_training\(\)"):
+        engine.step()
+    if stage == 3:
+        with pytest.raises(StateError, match="gather parameters, save and load before"), zero.GatheredParameters(parameters):
+            pass
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_use_after_the_process_group_is_destroyed(stage: int) -> None:
+    """Scripts that save after `accelerator.end_training()`: the error says so. It was torch's TypeError "Invariant encountered"."""
+    ranks.run_ranks(_after_the_end, 2, stage)
