@@ -14,7 +14,7 @@ from hf_zero.checkpoint.model.export import consolidated_state_dict, write_model
 from hf_zero.checkpoint.model.model_files import MAX_SHARD_SIZE
 from hf_zero.core.engine_parts import EngineParts
 from hf_zero.core.schedule.gradients import UnitGradients
-from hf_zero.deepspeed import adapter_files, getters, held_weights, requests
+from hf_zero.deepspeed import adapter_files, getters, held_weights, replaced, requests
 from hf_zero.deepspeed.configured import ConfiguredEngine
 from hf_zero.deepspeed.offload_handle import OffloadHandle
 from hf_zero.deepspeed.optimizer import give_names
@@ -251,7 +251,10 @@ class Engine(ConfiguredEngine):
         except AttributeError:
             if name == "module" or name.startswith("__"):
                 raise
-            return getattr(super().__getattr__("module"), name)
+            module = super().__getattr__("module")
+            if (error := replaced.missing_step(name)) is not None and not hasattr(module, name):
+                raise error from None
+            return getattr(module, name)
 
 
 getters.bind(Engine)

@@ -151,6 +151,33 @@ _ONLY_TOLD = frozenset(
 )
 
 
+# Steps of DeepSpeed's save_checkpoint and load_checkpoint that scripts call one by one (SwissArmyTransformer, for the weights alone).
+_STEPS_OF_CHECKPOINTS = frozenset(
+    [
+        "_create_checkpoint_file",
+        "_create_zero_checkpoint_files",
+        "_get_all_ckpt_names",
+        "_get_ckpt_name",
+        "_get_zero_ckpt_name",
+        "_load_checkpoint",
+        "_load_zero_checkpoint",
+        "_save_checkpoint",
+        "_save_zero_checkpoint",
+    ]
+)
+
+
+def missing_step(name: str) -> AttributeError | None:
+    """Return the error for a step of DeepSpeed's checkpoints that a script reads from an engine; None for other names."""
+    if name not in _STEPS_OF_CHECKPOINTS:
+        return None
+    return AttributeError(
+        f"engine.{name} is a step of DeepSpeed's own save_checkpoint and load_checkpoint, which this engine does not have. Call, on "
+        "all ranks: engine.save_checkpoint(folder, tag, client_state=...) and engine.load_checkpoint(folder); "
+        "engine.save_16bit_model(folder) writes the weights alone"
+    )
+
+
 def report(name: str, value: Any, holder: str, method: bool = False) -> None:
     """Report that a script has set ``name`` of ``holder`` to ``value``, if that would change DeepSpeed and does nothing here.
 

@@ -512,3 +512,16 @@ def _no_sync(stage: int) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_no_sync_allows_no_step_and_no_second_block(stage: int) -> None:
     ranks.run_ranks(_no_sync, 2, stage)
+
+
+def _steps_of_checkpoints() -> None:
+    engine = initialize(MLP.build(), Run(2))
+    for name in ("_create_checkpoint_file", "_save_checkpoint"):
+        with pytest.raises(AttributeError, match=rf"engine.{name} is a step of DeepSpeed's own .* engine.save_16bit_model\(folder\)"):
+            getattr(engine, name)
+    assert not hasattr(engine, "_get_ckpt_name")
+
+
+def test_a_step_of_deepspeeds_checkpoints_names_the_whole() -> None:
+    """SwissArmyTransformer saves by these methods, at the end of a run: the error was "'GPT2Model' object has no attribute ..."."""
+    ranks.run_ranks(_steps_of_checkpoints, 2)
