@@ -209,7 +209,7 @@ def messages_suppressed() -> Iterator[list[str]]:
     """Suppress announcements and messages below ERROR inside the ``with`` block, for engines that are made for a measurement or a plan.
 
     Yields:
-        A list that receives the warnings. Each of them is logged again when it occurs outside of the block.
+        A list that receives the warnings. They do not count as logged: one that is logged once per process can still be logged later.
     """
     global _announcements_off
     before, level, said, found = _announcements_off, logger.level, set(_warned), []

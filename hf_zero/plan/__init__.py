@@ -6,7 +6,7 @@ fake back end, on a device "planned" that is written in Python, with the attenti
 experts in layers with lists of experts ([Note: known choices]); ``recorder`` is a dispatch mode above torch's ``FakeTensorMode`` that
 records each storage ([Note: a storage of a fake tensor]); ``run`` trains two steps of one rank, marks the purpose of each tensor and asks
 the saving code for the size of a checkpoint; ``workers`` runs one rank of each stage of a pipeline ([Note: stages of a plan]);
-``prediction`` evaluates the recording; ``report`` prints and draws it.
+``prediction`` evaluates the recording; ``report`` prints and draws it. ``progress`` shows on stderr that a plan or a search runs.
 
 A search (``--fit``) adds ``candidates`` (the search space), ``costs`` and ``few_blocks`` ([Note: few blocks]; [Note: roofline];
 ``measure`` times a machine), ``workers`` (processes that run engines), ``planner`` (plans each candidate once), ``search`` ([Note:

@@ -334,7 +334,7 @@ class _Run:
                     engine.backward(loss_of(engine(**batch)))
                 self._mark_gradients(engine)
                 if left:
-                    engine.step()  # the engine counts calls: only the last one updates
+                    engine.step()  # the engine counts calls of step(), and the last one updates
         with self._measured(found):
             engine.step()
             self._mark_owned(engine)
