@@ -20,6 +20,10 @@ from hf_zero.offload.host_states import HostStates, SubGroup
 
 MASTER = "master"
 
+# Least elements of a sub-group that a small sub_group_size gives: 4 MiB in fp32, from which the file, not the number of reads, sets the
+# time. Published configurations have sub_group_size 0, and DeepSpeed never cuts a parameter.
+LEAST_NUMEL = 1 << 20
+
 
 def _step_numel(types: Iterable[torch.dtype]) -> int:
     """Return the number of elements that is a whole number of pages in each dtype: ranges that are read at a time begin at its multiples.
@@ -35,7 +39,7 @@ class BufferPlan:
 
     Attributes:
         section: Configuration with ``buffer_count``: that many buffers, each of the largest master shard's size, bound the resident memory.
-        most_numel: Largest number of elements of a sub-group.
+        most_numel: Largest number of elements of a sub-group; at least ``LEAST_NUMEL`` is used.
     """
 
     section: OffloadOptimizer
@@ -58,7 +62,7 @@ class BufferPlan:
             types: Dtypes of the tensors per sub-group: master and states.
         """
         fits = self.section.buffer_count * largest // (max(1, len(types)) * self.frames)
-        numel = min(largest, self.most_numel, fits)
+        numel = min(largest, max(self.most_numel, LEAST_NUMEL), fits)
         step = _step_numel(types)
         return max(step, numel // step * step) if numel < largest else largest
 

@@ -17,7 +17,7 @@ import torch
 from hf_zero.config.schema.zero import OffloadOptimizer
 from hf_zero.memory.buffers import ALIGNMENT, HostMemory
 from hf_zero.memory.copies import CopyLane
-from hf_zero.offload import host_states
+from hf_zero.offload import file_states, host_states
 from hf_zero.offload.file_states import BufferPlan
 from hf_zero.ops.host_optimizers import HostAdam
 from tests.support import ranks
@@ -243,8 +243,18 @@ def test_the_part_that_stays_on_the_device_is_rounded_as_without_offload() -> No
 def test_sub_groups_in_files_begin_at_pages(types: list[torch.dtype], most: int) -> None:
     """Two sub-groups that share a page would overwrite each other's states, whose writes are under way at the same time."""
     plan = BufferPlan(OffloadOptimizer(device="nvme", pipeline_read=True, pipeline_write=True), most)
-    numel = plan.sub_group_numel(40_000, types)
+    with mock.patch.object(file_states, "LEAST_NUMEL", 0):
+        numel = plan.sub_group_numel(40_000, types)
     assert numel == 40_000 or all(numel * dtype.itemsize % ALIGNMENT == 0 for dtype in types)
+
+
+@pytest.mark.parametrize("most", [0, 1000, 2**20 - 1])
+def test_small_sub_groups_are_enlarged_within_the_buffers(most: int) -> None:
+    """Published configurations have ``sub_group_size: 0``, which would read and write the states page by page."""
+    types = [torch.float32] * 3
+    assert BufferPlan(OffloadOptimizer(device="nvme"), most).sub_group_numel(10**7, types) == 2**20
+    one = OffloadOptimizer(device="nvme", buffer_count=1)
+    assert BufferPlan(one, most).sub_group_numel(2**20, types) < 2**20 // 3  # one buffer of the largest shard's size for three tensors
 
 
 # -- what goes wrong --------------------------------------------------------------------------------------------------

@@ -56,13 +56,15 @@ def ways(stage: int) -> dict[str, tuple[bool, dict[str, Any]]]:
 @contextlib.contextmanager
 def blocks_of(way: tuple[bool, dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield the blocks of a way with a folder of its own in ``nvme_path``; meanwhile the device has memory of its own or not, as ``way``
-    sets.
+    sets, and sub-groups of small models may be as small as ``sub_group_size`` asks.
     """
+    from hf_zero.offload import file_states
     from hf_zero.offload import policy as offloading
 
     apart, blocks = way
     apart = apart or ranks.device().type != "cpu"
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(offloading, "trains_on_host", lambda device: not apart):
+    on_host = mock.patch.object(offloading, "trains_on_host", lambda device: not apart)
+    with tempfile.TemporaryDirectory() as folder, on_host, mock.patch.object(file_states, "LEAST_NUMEL", 0):
         yield {name: _with_path(value, folder) for name, value in blocks.items()}
         assert not any(Path(folder).iterdir()), "swap files are left"
 

@@ -126,7 +126,8 @@ class ZeroOptimization(Section):
     elastic_checkpoint: Bool = accepted(False, "Checkpoint independent of the rank count", "every checkpoint loads on any number of ranks")
     grad_hooks: Bool = accepted(True, "Collect gradients by hooks", "gradients are always collected by hooks")
     sub_group_size: Size = used(
-        1000000000, "Maximum elements read, updated and written at a time with offload_optimizer on nvme; 0 is the minimum"
+        1000000000,
+        "Maximum elements read, updated and written at a time with offload_optimizer on nvme; below 1048576 (also 0), that many are taken",
     )
     ignore_unused_parameters: Bool = used(
         True,
