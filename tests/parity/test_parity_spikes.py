@@ -102,6 +102,13 @@ def test_norms_that_have_grown_for_good_count_as_usual() -> None:
         assert again.state_dict() == watched.state_dict()
 
 
+def test_spikes_between_usual_steps_are_not_counted_together() -> None:
+    with few_values():
+        watched = Spikes("skip", 2.0)
+        found = [watched.found(norm, 1, (0, 1)) for norm in [1.0] * 4 + [10.0, 1.0] * (MOST_SKIPPED + 2)]
+    assert found == [False] * 4 + [True, False] * (MOST_SKIPPED + 2)
+
+
 def test_losses_are_compared_while_their_median_is_above_zero() -> None:
     with few_values():
         watched = Spikes("log", 0.0, 1.5)
