@@ -11,6 +11,7 @@ from torch import nn
 
 from hf_zero.config.auto import hidden_size_of
 from hf_zero.errors import ConfigError
+from hf_zero.offload.file_states import LEAST_NUMEL
 from hf_zero.plan.inputs import ModelWish
 from hf_zero.plan.models import build_model, takes_every
 
@@ -18,14 +19,14 @@ _LEAST = 4  # blocks of the smallest model; with fewer, too few are between the 
 _WORTH = 2.5  # minimum ratio of all blocks to the larger of two small models, which usually replace the whole one
 _SETTING = "num_hidden_layers"
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names in transformers' configurations
-# Limits of a configuration that count elements, with their defaults.
+# Limits of a configuration that count elements, with their defaults and the least that the engine takes.
 _GATHERED = {
-    "stage3_max_reuse_distance": 1e9,
-    "stage3_max_live_parameters": 1e9,
-    "stage3_prefetch_bucket_size": 5e7,
-    "stage3_model_persistence_threshold": float("inf"),
+    "stage3_max_reuse_distance": (1e9, 0),
+    "stage3_max_live_parameters": (1e9, 0),
+    "stage3_prefetch_bucket_size": (5e7, 0),
+    "stage3_model_persistence_threshold": (float("inf"), 0),
 }
-_OWNED = {"sub_group_size": 1e9}
+_OWNED = {"sub_group_size": (1e9, LEAST_NUMEL)}
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,9 @@ class Blocks:
         gathered = _GATHERED if zero.get("stage") == 3 else {}
         # a gathered block counts once in forward and once in backward
         for table, times, share in ((gathered, 2, tensor), (_OWNED if offloads else {}, 1, tensor * shards)):
-            for name, default in table.items():
+            for name, (default, lowest) in table.items():
                 value = zero.get(name)
-                limit = share * (value if isinstance(value, (int, float)) else default)
+                limit = share * max(value if isinstance(value, (int, float)) else default, lowest)
                 if times * self.total > limit:
                     least = max(least, math.ceil(limit / (times * self.numel)) + 1)
         least += (self.count - least) % step
