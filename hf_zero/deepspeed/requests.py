@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from hf_zero.checkpoint.format.names import MASTER, shard_file
 from hf_zero.core.offloaded_states import KINDS
-from hf_zero.core.schedule.gathered_parameters import GatheredParameters
+from hf_zero.core.schedule.gathered_parameters import GatheredParameters, gathered_while_loading
 from hf_zero.core.units.names import named_params
 from hf_zero.deepspeed.configured import ConfiguredEngine
 from hf_zero.deepspeed.served.helpers import DeepSpeedDataLoader
@@ -108,12 +108,6 @@ def module_state_dict(engine: ConfiguredEngine, *args: Any, exclude_frozen_param
     return state
 
 
-def rank_to_load_from(engine: ConfiguredEngine) -> int | None:
-    """Return the rank whose whole weights count at stage 3; None where ranks hold parts of layers or other experts, and load their own."""
-    topology = engine.collectives.topology
-    return 0 if topology.model is None and topology.expert is None else None
-
-
 def load_module_state_dict(
     engine: ConfiguredEngine,
     checkpoint: Mapping[str, Any],
@@ -122,6 +116,8 @@ def load_module_state_dict(
     **kwargs: Any,
 ) -> None:
     """Load unsharded weights into the module and its masters; collective at stage 3, where rank 0's values are used.
+
+    At stage 3 the parameters of one unit after the other are whole; all of them at once with ``custom_load_fn``.
 
     Ranks that hold parts of layers (tensor parallelism, experts) or stages of a pipeline load what each of them holds.
 
@@ -138,12 +134,14 @@ def load_module_state_dict(
     """
     engine.offloaded_states.require_none("load_module_state_dict()")
     within = checkpoint.get("module")
-    state_dict = dict(within if isinstance(within, Mapping) else checkpoint)
-    source = rank_to_load_from(engine)
-    with GatheredParameters(list(engine.module.parameters()), modifier_rank=source, enabled=engine.stage_policy.parameters_sharded):
-        if custom_load_fn is not None:
+    state_dict = within if isinstance(within, Mapping) else checkpoint
+    topology, sharded = engine.collectives.topology, engine.stage_policy.parameters_sharded
+    source = 0 if topology.model is None and topology.expert is None else None  # otherwise each rank loads its parts and experts
+    if custom_load_fn is not None:
+        with GatheredParameters(list(engine.module.parameters()), modifier_rank=source, enabled=sharded):
             custom_load_fn(src=state_dict, dst=engine.module)
-        else:
+    else:
+        with gathered_while_loading(engine.module, source) if sharded else nullcontext():
             engine.module.load_state_dict(state_dict, strict=strict)
     engine.progress.loads += 1
     for unit in engine.units:

@@ -8,17 +8,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from hf_zero.checkpoint.format.names import LATEST_FILE
 from hf_zero.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from hf_zero.core.schedule.gathered_parameters import GatheredParameters
 from hf_zero.deepspeed.configured import ConfiguredEngine
-from hf_zero.deepspeed.requests import load_module_state_dict, rank_to_load_from
+from hf_zero.deepspeed.requests import load_module_state_dict
 from hf_zero.deepspeed.served.state_files import read_client_state
 
 AVERAGES = "hf_zero_averaged_weights"
@@ -74,7 +71,7 @@ def load_weights(function: Callable[..., None], strategy: Any, checkpoint: Any, 
     """Load the weights of one file that another strategy wrote, by ``load_state_dict`` on every rank; collective.
 
     Lightning's method has effect at stage 3 only. There it loads buffers on rank 0 alone, and says nothing of parameters that are missing
-    or have another shape. Like it, this gathers the parameters of one module at a time. A folder is loaded already.
+    or have another shape. A folder is loaded already.
 
     Raises:
         RuntimeError: Names or shapes do not match, as in ``load_state_dict``.
@@ -83,34 +80,7 @@ def load_weights(function: Callable[..., None], strategy: Any, checkpoint: Any, 
     if not isinstance(engine, ConfiguredEngine):
         function(strategy, checkpoint, strict)
     elif getattr(strategy, "_hf_zero_file", False):
-        if not engine.stage_policy.parameters_sharded:
-            load_module_state_dict(engine, checkpoint["state_dict"], strict)
-            return
-        engine.offloaded_states.require_none("loading a file with load_full_weights=True")
-        with _gathered_by_module(engine.module, rank_to_load_from(engine)):
-            engine.module.load_state_dict(checkpoint["state_dict"], strict=strict)
-        engine.progress.loads += 1
-
-
-@contextmanager
-def _gathered_by_module(whole: nn.Module, source: int | None) -> Iterator[None]:
-    """Let each module of ``whole`` gather its own parameters while ``load_state_dict`` loads them; values of the rank ``source`` count."""
-
-    def gathered(module: nn.Module, load: Callable[..., None], *args: Any) -> None:
-        with GatheredParameters(list(module.parameters(recurse=False)), modifier_rank=source):
-            load(*args)
-
-    name = "_load_from_state_dict"
-    former = [(module, vars(module).get(name)) for module in whole.modules()]
-    for module, _ in former:
-        vars(module)[name] = partial(gathered, module, getattr(module, name))
-    try:
-        yield
-    finally:
-        for module, own in former:
-            del vars(module)[name]
-            if own is not None:
-                vars(module)[name] = own
+        load_module_state_dict(engine, checkpoint["state_dict"], strict)
 
 
 def _device_of(map_location: Any) -> torch.device:

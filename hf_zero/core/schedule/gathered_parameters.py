@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os.path
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -202,6 +205,64 @@ class GatheredParameters:
                 _keep(unit, held[unit])
             exchange_changes(units, units[0].collectives.data)
         return None
+
+
+@contextmanager
+def gathered_while_loading(model: nn.Module, modifier_rank: int | None) -> Iterator[None]:
+    """Return a context in which ``model.load_state_dict`` gathers the parameters of one unit after the other; collective.
+
+    The parameters of a unit are whole while the smallest module that has all of them, and the modules in it, load their values.
+
+    Args:
+        model: The module whose ``load_state_dict`` is called, on every rank.
+        modifier_rank: See ``GatheredParameters``.
+    """
+    entered: list[ExitStack] = []
+
+    def load(params: list[nn.Parameter], function: Callable[..., None], *args: Any) -> None:
+        entered.append(ExitStack())
+        entered[-1].enter_context(GatheredParameters(params, modifier_rank=modifier_rank))
+        function(*args)
+
+    def leave(_module: nn.Module, _keys: Any) -> None:
+        entered.pop().close()
+
+    name, by_module = "_load_from_state_dict", _by_smallest_module(model)
+    former = {module: vars(module).get(name) for module in by_module}
+    hooks = [module.register_load_state_dict_post_hook(leave) for module in by_module]
+    for module, params in by_module.items():
+        vars(module)[name] = partial(load, params, getattr(module, name))
+    try:
+        yield
+    except BaseException as error:
+        while entered:
+            entered.pop().__exit__(type(error), error, error.__traceback__)
+        raise
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, own in former.items():
+            del vars(module)[name]
+            if own is not None:
+                vars(module)[name] = own
+
+
+def _by_smallest_module(model: nn.Module) -> dict[nn.Module, list[nn.Parameter]]:
+    """Return the parameters of ``model`` by the smallest module that has all parameters of their unit; ``model`` for those in no unit."""
+    params: dict[Unit | None, list[nn.Parameter]] = {}
+    places: dict[Unit | None, list[str]] = {None: []}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for param in module._parameters.values():
+            if param is None:
+                continue
+            owner = find_unit(param)
+            unit, names = (None if owner is None else owner[0]), path.split(".") if path else []
+            params.setdefault(unit, []).append(param)
+            places[unit] = list(os.path.commonprefix([places.get(unit, names), names]))
+    found: dict[nn.Module, list[nn.Parameter]] = {}
+    for unit, of_unit in params.items():
+        found.setdefault(model.get_submodule(".".join(places[unit])), []).extend(of_unit)
+    return found
 
 
 def _is_noted(unit: Unit, was_whole: bool, written_by_all: bool) -> bool:
