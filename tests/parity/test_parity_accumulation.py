@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from hf_zero.errors import StateError
 from hf_zero.integrations.accumulate import no_sync as no_sync_of_accelerate
 from tests.support import ranks
 from tests.support.models import CASES, Batch
@@ -176,6 +177,9 @@ def _counted_by_steps(stages: tuple[int, ...]) -> None:
             assert engine.global_steps == len(updates), (stage, label, engine.global_steps)
             micro_steps = sum(map(len, updates)) if label in UNMANAGED else 2 * len(updates)
             assert engine.global_samples == micro_steps * engine.train_batch_size() // 2, (stage, label, engine.global_samples)
+            if label in UNMANAGED:
+                with pytest.raises(StateError, match="managed_gradient_accumulation is false in the configuration: every step"):
+                    engine.set_gradient_accumulation_boundary(False)
             weights = collect(engine, Trace()).weights
             engine.destroy()
             for name, value in _after(updates).items():

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from hf_zero.errors import StateError
 from tests.support import ranks
 from tests.support.models import CASES, STEP_VOTE_BYTES, TwoBlocks
 from tests.support.parity import Run, check_bitwise, check_case, initialize, train
@@ -129,8 +130,30 @@ def _written_in_part() -> None:
     assert answers[0] == answers[1]
 
 
+def _written_alone() -> None:
+    """Write in a block that is called alone, and call it again: the node's copy is that of the previous values, and the step says so."""
+    settings = {"stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0, "zero_hpz_partition_size": 2}
+    engine = initialize(TwoBlocks(), Run(stage=3, extra={"zero_optimization": settings}))
+    layer = engine.module.layers[0]
+
+    def write(layer: Any, _: Any) -> None:
+        layer.weight[0, 0] += 1.0
+
+    loss = engine(torch.ones(2, 8)).square().sum()
+    with torch.no_grad():
+        hook = layer.register_forward_pre_hook(write)
+        layer(torch.ones(2, 8))
+        hook.remove()
+        layer(torch.ones(2, 8))
+    engine.backward(loss)
+    with pytest.raises(StateError, match=r"layers\.0.* was written while a part of the model ran alone"):
+        engine.step()
+    engine.destroy()
+
+
 def test_values_that_a_script_writes() -> None:
     ranks.run_ranks(_written, 4)
+    ranks.run_ranks(_written_alone, 4)
     ranks.run_ranks(_written_in_part, 4)
 
 
