@@ -114,5 +114,28 @@ def test_the_number_of_the_trainer_counts_in_the_steps_that_the_module_clips(tmp
     ranks.run_ranks(check_numbers, 2, str(tmp_path), group=False)
 
 
+def plain_module() -> Any:
+    """Return the network in a module that leaves clipping to the Trainer."""
+    import lightning
+
+    class Module(type(make_module(False))):  # type: ignore[misc]
+        configure_gradient_clipping = lightning.LightningModule.configure_gradient_clipping
+
+    return Module()
+
+
+def check_trainer_by_value(folder: str) -> None:
+    from hf_zero.integrations import ZeroStrategy
+
+    by_value = {"max_epochs": 1, "gradient_clip_val": CLIP, "gradient_clip_algorithm": "value"}
+    expected = train(plain_module(), folder, "ddp", 16, **by_value)
+    assert expected != pytest.approx(train(plain_module(), folder, "ddp", 16, **by_value | {"gradient_clip_algorithm": "norm"}), rel=1e-3)
+    assert train(plain_module(), folder, ZeroStrategy(stage=3), 16, **by_value) == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_trainers_number_for_clipping_by_value_is_no_norm(tmp_path: Path) -> None:
+    ranks.run_ranks(check_trainer_by_value, 2, str(tmp_path), group=False)
+
+
 def test_clipping_of_the_module_is_that_of_ddp(tmp_path: Path) -> None:
     ranks.run_ranks(check_clipping, 2, str(tmp_path), group=False)
