@@ -307,8 +307,8 @@ def report(rank: int, seconds: float, status: RankStatus, answers: dict[int, Ran
         parts.append(f"Not come: {_places(late)}")
         if all(its.operation and status.behind(its) for its in late.values()):
             parts.append(
-                "These ranks wait for each other until the time-out: make the same calls on all ranks, in the same order. At stage 3 that "
-                "includes forwards without gradients (an evaluation, generate) and saves"
+                "These ranks wait for each other until the time-out: make the same calls on all ranks, in the same order. Saves of "
+                "checkpoints are such calls, and at stage 3 forwards without gradients (an evaluation, generate)"
             )
     if silent:
         more = f" and {len(silent) - _NAMED} more" if len(silent) > _NAMED else ""

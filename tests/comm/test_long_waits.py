@@ -237,7 +237,8 @@ WAITS = RankStatus("hf_zero::vote (x)", "1", "a.py:1 in f", issued={"0": 3, "1":
         (
             {1: RankStatus("barrier", "0", "b.py:2 in g", issued={"0": 4, "1": 6}, host="h")},
             [],
-            "Not come: rank 1 on h waits for barrier, at b.py:2 in g. These ranks wait for each other until the time-out: make the same",
+            "Not come: rank 1 on h waits for barrier, at b.py:2 in g. These ranks wait for each other until the time-out: make the same "
+            "calls on all ranks, in the same order. Saves of checkpoints are such calls, and at stage 3 forwards without gradients",
         ),
         ({1: RankStatus("hf_zero::vote (x)", "1", issued={"1": 6})}, [2, 3], "f. No answer from ranks 2 and 3: ended, stopped"),
         ({}, list(range(1, 12)), "f. No answer from ranks 1, 2, 3, 4, 5, 6, 7 and 8 and 3 more: ended"),
