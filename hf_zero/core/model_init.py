@@ -12,6 +12,7 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_module_registration_hook,
@@ -403,7 +404,7 @@ def _is_whole(param: nn.Parameter | None) -> bool:
 
 def warn_if_built_whole(module: nn.Module) -> None:
     """Warn once, for a large model, that every rank has built the complete model, and say how to avoid this."""
-    whole = sum(param.nbytes for param in module.parameters() if find_unit(param) is None)
+    whole = sum(param.nbytes for param in module.parameters() if find_unit(param) is None and not is_fake(param))  # fake: has no memory
     if whole < _LARGE:
         return
     warn_once(

@@ -63,6 +63,7 @@ def answers(folder: Path) -> dict[str, tuple[int, str, str]]:
     lines = {
         "json": [str(folder), *RANKS, "--json", "--memory", "1GiB", "--tflops", "1", "--link", "1Gbit", "--plot", str(folder / "plan.png")],
         "table": [str(folder / "config.json"), *RANKS, "--checkpoint-activations"],
+        "large": [str(folder), *RANKS, "--set", "vocab_size=1000000"],
         "moved": [str(folder), *RANKS, "--json", "--offload-activations", "--set", "num_hidden_layers=6"],
         "kept": [str(folder), *RANKS, "--json", "--set", "num_hidden_layers=6"],
         "limits": [str(folder), *RANKS, "--memory", "1GiB", "--tflops", "1", "--micro-batch", "2", "--plot", str(folder / "plan.html")],
@@ -133,6 +134,7 @@ def test_a_page_is_one_file_that_answers_when_it_is_pointed_at(answers: Any, fol
 def test_warnings_of_a_run_are_in_its_plan(answers: Any) -> None:
     assert "\n- a run warns: `other_key` is ignored" in answers["tensor"][1]
     assert "a run warns" not in answers["table"][1]
+    assert "a run warns" not in answers["large"][1], "a plan builds the whole model, but does not know how a run builds it"
 
 
 def test_offload_is_on_other_tiers(answers: Any) -> None:
