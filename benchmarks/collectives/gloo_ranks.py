@@ -1,7 +1,7 @@
 """Ways to reduce and gather a unit over gloo, by number of ranks: processor time of all ranks, messages, bytes, connections.
 
     python -m benchmarks.collectives.gloo_ranks --json benchmarks/results/gloo_ranks.json
-    python -m benchmarks.collectives.gloo_ranks --ranks 4 --kib 16
+    python -m benchmarks.collectives.gloo_ranks --ranks 4 --kib 16 --rounds 1       # quick check
 
 All ranks share the processors of one machine, so seconds are no measure of a network. The processor time of all ranks together and the
 bytes sent are measured instead. They decide at how many ranks ``comm/back_end.py`` switches from direct exchange to all-to-alls.

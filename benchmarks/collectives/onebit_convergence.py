@@ -1,6 +1,7 @@
 """Loss curves of Adam and 1-bit Adam on the same tokens: GPT-2 at toy size, bytes of Python's docstrings, two ranks.
 
 python -m benchmarks.collectives.onebit_convergence --json benchmarks/results/onebit_convergence.json --plot docs/onebit-convergence.png
+python -m benchmarks.collectives.onebit_convergence --steps 10        # quick check
 
 A fifth of the steps are warm-up; both runs are equal up to there. Needs no network and no root.
 """

@@ -1,6 +1,7 @@
 """Memory of a step with activations kept, recomputed, moved to the host, or recomputed from inputs on the host.
 
     python -m benchmarks.long_sequences.activations_on_host [--length 512] [--layers 8] [--stage 3]
+    python -m benchmarks.long_sequences.activations_on_host --length 64 --layers 2        # quick check
 
 A small Llama trains two steps of bf16 on the pretend accelerator (tests/pretend), whose allocator counts bytes. It prints the peak of
 allocated bytes of one of two ranks in the second step, beside the prediction of ``hf-zero plan`` for device and host. No time is measured.

@@ -2,7 +2,7 @@
 
     python -m benchmarks.long_sequences.context_parallel --peer-python VENV/bin/python --json benchmarks/results/context_parallel.json
     python -m benchmarks.long_sequences.context_parallel --ranks 4 --lengths 8192 32768 --peer-python VENV/bin/python
-    python -m benchmarks.long_sequences.context_parallel --rounds 1 --steps 1 --lengths 256                # does it run?
+    python -m benchmarks.long_sequences.context_parallel --rounds 1 --steps 1 --lengths 256                # quick check
 
 The peers, from a venv with DeepSpeed, accelerate and transformers: DeepSpeed's Ulysses, and accelerate's FSDP2 with ``cp_size``. Every
 contender keeps its processes; a round times each in turn, and ratios are taken within a round. Bytes are counted, and must be those of

@@ -1,6 +1,7 @@
 """Time one Adam step over host memory: hf_zero, torch's plain and fused Adam, and DeepSpeedCPUAdam, in the same rounds.
 
 python -m benchmarks.offload.host_adam [--peer-python /path/to/venv/bin/python] [--save]
+python -m benchmarks.offload.host_adam --count 100000 --rounds 1        # quick check
 
 Every contender has a process of its own, with tensors of the same size. In a round each takes one timed step in turn, after an in-place
 addition that measures the memory bandwidth at that moment. `fp32`: gradient and parameter in fp32. `mixed`: bf16 gradient scaled by a

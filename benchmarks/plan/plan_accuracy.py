@@ -1,6 +1,7 @@
 """Plans beside runs: the allocator's peak on the pretend accelerator, and bytes sent between two gloo ranks.
 
     python -m benchmarks.plan.plan_accuracy [--json benchmarks/results/plan_accuracy.json]
+    python -m benchmarks.plan.plan_accuracy --only 1        # quick check
 
 On the pretend accelerator (tests/pretend), whose allocator counts bytes, the plan of a device with torch's reference kernels is compared
 with the peak of allocations in the second optimizer step. On CPUs the planned bytes are compared with the bytes that the collectives

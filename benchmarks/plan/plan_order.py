@@ -1,6 +1,7 @@
 """The order that `hf-zero plan --fit` predicts beside measured seconds per step: 12 configurations of one model on two gloo ranks.
 
     python -m benchmarks.plan.plan_order --json benchmarks/results/plan_order.json
+    python -m benchmarks.plan.plan_order --rounds 1 --steps 1        # quick check
 
 The rates of the machine are measured first, as with `--measure`. Every round trains each configuration in turn, so that a slow minute
 affects all of them; the fastest round of each counts. The rank correlation (Spearman's) is printed.

@@ -1,6 +1,7 @@
 """Plans of CPU ranks beside the resident memory of training processes.
 
     python -m benchmarks.plan.plan_resident [--json benchmarks/results/plan_resident.json] [--rest]
+    python -m benchmarks.plan.plan_resident --only 1        # quick check
 
 Each rank is a process that imports everything and trains one layer of the model. Then it trains two optimizer steps of the combination.
 Its peak of resident memory in the second step, minus its memory before, is compared with the plan of ``--device cpu``.

@@ -21,6 +21,7 @@ LLAMA = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
     "vocab_size": 128256,
     "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
 }
 MODELS = {
     "8b": {**LLAMA, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 14336},
@@ -39,7 +40,7 @@ MODELS["30b"] = {
     "vocab_size": 151936,
 }
 RANKS = {"8b": (1, 4, 8), "70b": (16,), "30b": (16,)}
-MEMORY = (24, 48, 80)  # GB of a device
+MEMORY = (24, 48, 80)  # GB by which devices are sold; each has at least as many times 10^9 bytes
 HOST = {"offload_optimizer": {"device": "cpu"}}
 ALL_ON_HOST = {**HOST, "offload_param": {"device": "cpu"}}
 EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 8}}
@@ -87,7 +88,7 @@ def row(model: str, ranks: int, name: str) -> str:
     assert isinstance(peaks, dict)
     assert isinstance(sent, dict)
     verdicts = " | ".join("yes" if peaks["device"] <= size * 10**9 else "no" for size in MEMORY)
-    numbers = " | ".join(f"{nbytes / 1e9:.1f}" for nbytes in (peaks["device"], peaks["host"], sent["node"], sent["network"]))
+    numbers = " | ".join(f"{nbytes / 2**30:.1f}" for nbytes in (peaks["device"], peaks["host"], sent["node"], sent["network"]))
     return f"| {ranks} | {name} | {numbers} | {verdicts} |"
 
 
