@@ -642,4 +642,67 @@ FAULTS: tuple[Fault, ...] = (
         ),
         ("foreign folders are replaced", "    _refuse_foreign(save_dir / tag)\n", "", (FOLDERS,)),
     ),
+    *_in(
+        "core/step/spikes.py",
+        (
+            "spikes between usual steps are counted together",
+            "            self.consecutive = 0\n            return False",
+            "            return False",
+            ("tests/parity/test_parity_spikes.py",),
+        ),
+    ),
+    *_in(
+        "core/step/written.py",
+        (
+            "a gather of old values passes",
+            "                unit.derived.require_current(unit.name)\n",
+            "",
+            ("tests/parity/test_parity_secondary.py",),
+        ),
+    ),
+    *_in(
+        "core/step/accumulation.py",
+        (
+            "a boundary is set where every step updates",
+            "        if not self.managed:\n            raise",
+            "        if False:\n            raise",
+            (ACCUMULATION,),
+        ),
+    ),
+    *_in(
+        "core/schedule/gathered_parameters.py",
+        (
+            "loaded units stay whole until the end",
+            "        entered.pop().close()\n",
+            "        pass\n",
+            ("tests/facade/test_ds_loading.py",),
+        ),
+    ),
+    *_in(
+        "offload/file_states.py",
+        (
+            "small sub-groups are not enlarged",
+            "max(self.most_numel, LEAST_NUMEL)",
+            "self.most_numel",
+            ("tests/offload/test_offload_state.py",),
+        ),
+    ),
+    *_in(
+        "core/model_init.py",
+        (
+            "a plan warns of the model that it built",
+            " and not is_fake(param)",
+            "",
+            ("tests/plan/test_plan_command.py",),
+        ),
+    ),
+    *_in(
+        "plan/run.py",
+        (
+            "the last micro-step of a plan makes no update",
+            "                if left:\n",
+            "                if False:\n",
+            ("tests/plan/test_plan_real.py",),
+        ),
+    ),
 )
