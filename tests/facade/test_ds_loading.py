@@ -105,3 +105,27 @@ def _fail(*given: Any) -> None:
 @pytest.mark.parametrize("threshold", [0, 10_000])
 def test_weights_are_loaded_unit_by_unit(threshold: int) -> None:
     ranks.run_ranks(_loads, 2, threshold)
+
+
+class InParts(Tied):
+    """A model that loads its children one by one, and its blocks twice."""
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        parts = {name: {key.removeprefix(f"{name}."): value for key, value in state_dict.items()} for name in ("embed", "head", "layers")}
+        for name in ("embed", "layers", "head", "layers"):
+            child = self.get_submodule(name)
+            child.load_state_dict({key: value for key, value in parts[name].items() if key in child.state_dict()}, strict=strict)
+
+
+def _loads_in_parts() -> None:
+    other = InParts(1)
+    engine = initialize(InParts(), Run(3, extra={"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}))
+    engine.module.units = engine.units
+    for _ in range(2):
+        engine.load_module_state_dict(other.state_dict())
+        compare(engine.module, other)
+    assert not any(unit.state is UnitState.UNSHARDED for unit in engine.units)
+
+
+def test_a_model_may_load_its_children_by_itself() -> None:
+    ranks.run_ranks(_loads_in_parts, 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os.path
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -211,32 +211,41 @@ class GatheredParameters:
 def gathered_while_loading(model: nn.Module, modifier_rank: int | None) -> Iterator[None]:
     """Return a context in which ``model.load_state_dict`` gathers the parameters of one unit after the other; collective.
 
-    The parameters of a unit are whole while the smallest module that has all of them, and the modules in it, load their values.
+    The parameters of a unit are whole while the smallest module that has all of them, and the modules in it, load their values. Units of
+    ``model`` as a whole are whole from the start, for models whose own ``load_state_dict`` calls those of their children.
 
     Args:
         model: The module whose ``load_state_dict`` is called, on every rank.
         modifier_rank: See ``GatheredParameters``.
     """
-    entered: list[ExitStack] = []
+    by_module, entered = _by_smallest_module(model), dict[nn.Module, GatheredParameters]()
 
-    def load(params: list[nn.Parameter], function: Callable[..., None], *args: Any) -> None:
-        entered.append(ExitStack())
-        entered[-1].enter_context(GatheredParameters(params, modifier_rank=modifier_rank))
+    def enter(module: nn.Module) -> None:
+        if module not in entered:
+            entered[module] = GatheredParameters(by_module[module], modifier_rank=modifier_rank).__enter__()
+
+    def load(module: nn.Module, function: Callable[..., None], *args: Any) -> None:
+        enter(module)
         function(*args)
 
-    def leave(_module: nn.Module, _keys: Any) -> None:
-        entered.pop().close()
+    def leave(module: nn.Module, _keys: Any) -> None:
+        if module in entered:
+            entered.pop(module).__exit__(None, None, None)
 
-    name, by_module = "_load_from_state_dict", _by_smallest_module(model)
+    name = "_load_from_state_dict"
     former = {module: vars(module).get(name) for module in by_module}
     hooks = [module.register_load_state_dict_post_hook(leave) for module in by_module]
-    for module, params in by_module.items():
-        vars(module)[name] = partial(load, params, getattr(module, name))
+    for module in by_module:
+        vars(module)[name] = partial(load, module, getattr(module, name))
     try:
+        if model in by_module:
+            enter(model)
         yield
+        for module in reversed(list(entered)):
+            leave(module, None)
     except BaseException as error:
         while entered:
-            entered.pop().__exit__(type(error), error, error.__traceback__)
+            entered.popitem()[1].__exit__(type(error), error, error.__traceback__)
         raise
     finally:
         for hook in hooks:
