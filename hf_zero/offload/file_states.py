@@ -20,8 +20,8 @@ from hf_zero.offload.host_states import HostStates, SubGroup
 
 MASTER = "master"
 
-# Least elements of a sub-group that a small sub_group_size gives: 4 MiB in fp32, from which the file, not the number of reads, sets the
-# time. Published configurations have sub_group_size 0, and DeepSpeed never cuts a parameter.
+# A smaller sub_group_size means this number of elements, 4 MiB in fp32: the number of reads and writes would set the time of a step.
+# Published configurations have sub_group_size 0; in DeepSpeed a sub-group has at least one whole parameter.
 LEAST_NUMEL = 1 << 20
 
 

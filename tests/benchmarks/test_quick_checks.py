@@ -16,15 +16,14 @@ from tests.support.rows import slow_but
 
 REPO = Path(__file__).resolve().parents[2]
 LINE = re.compile(r"^ *python -m (benchmarks\.[\w.]+)(.*?) +# quick check$", re.MULTILINE)
-# Programs that a quick check needs beside those of the tests.
-NEEDS = {"benchmarks.checkpoint.replica_kills": "torchft", "benchmarks.checkpoint.stores": "rclone"}
+LEFT_OUT = ("benchmarks.checkpoint.replica_kills", "benchmarks.checkpoint.stores")  # need torchft, and rclone
 
 
 def _commands() -> dict[str, list[str]]:
     """Return the arguments of the quick checks by module."""
     files = sorted((REPO / "benchmarks").rglob("*.py"))
     found = {name: shlex.split(words) for path in files for name, words in LINE.findall(path.read_text(encoding="utf-8"))}
-    return {name: words for name, words in found.items() if name not in NEEDS}
+    return {name: words for name, words in found.items() if name not in LEFT_OUT}
 
 
 COMMANDS = _commands()
